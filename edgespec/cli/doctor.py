@@ -32,6 +32,7 @@ from edgespec.installation import (
     swap_command,
 )
 from edgespec.kernels import library as kernels
+from edgespec.kernels.tiles import path as instructions
 from edgespec.loading.registry import registered_folders
 from edgespec.platform.machine import default_threads, physical_cores, processor
 
@@ -128,7 +129,7 @@ def _kernels() -> dict[str, str | None]:
     path = kernels.library_path()
     return {
         "library": str(path) if path else None,
-        "instructions": kernels.instructions(),
+        "instructions": instructions() if path else "",
         "reason": kernels.why_missing(),
     }
 

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     "quants",
     multiple=True,
     metavar="Q",
-    help="Type of the weights, such as q4_k_m, int8 or w8a8; for both formats give it twice, or as gguf=Q and onnx=Q. "
-    "ONNX: q8_0 and q4_k_m run on edgespec's own processor kernels; int8, w8a8, int4 and fp32 on any ONNX Runtime, all "
-    "but w8a8 also on GPUs.  [default: q8_0 and int8]",
+    help="Type of the weights, such as q4_k_m or int8; for both formats give it twice, or as gguf=Q and onnx=Q. "
+    "ONNX: q8_0 and q4_k_m run on edgespec's own processor kernels; int8, int4 and fp32 on any ONNX Runtime, also on "
+    "GPUs.  [default: q8_0 and int8]",
 )
 @click.option(
     "--draft",
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     "draft_quants",
     multiple=True,
     metavar="Q",
-    help="Type of the draft.  [default: --quant, int8 for w8a8]",
+    help="Type of the draft.  [default: --quant]",
 )
 @click.option(
     "--exporter",

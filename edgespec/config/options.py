@@ -90,12 +90,10 @@ class LoadKeywords(TypedDict, total=False):
     memory: str | int | None
     drafter: DrafterName
     draft_length: DraftLength
-    draft_temperature: float
     max_slowdown: float | None
     verify: RuleName
     reproducible: bool | None
     corpus: bool
-    recall: bool
     learn: bool
 
 
@@ -132,7 +130,7 @@ class LoadOptions:
     )
     medium: Path | None = _model(None, "--medium", "Model between draft and target, for --drafter hierarchical")
     exit_layer: int | None = _model(
-        None, "--exit-layer", "Draft with the first N layers of an ONNX target (early-exit)", check=at_least(1)
+        None, "--exit-layer", "Draft with the first N layers of the target (early-exit)", check=at_least(1)
     )
     heads: Path | None = _model(None, "--heads", "Heads file for --drafter medusa or eagle")
     chat_template_file: Path | None = _model(
@@ -215,12 +213,6 @@ class LoadOptions:
         basic=True,
         check=at_least(0, most=MAX_DRAFT_LENGTH, words=("auto",)),
     )
-    draft_temperature: float = _speculation(
-        1.0,
-        "--draft-temp --draft-temperature",
-        "Draft temperature as a multiple of --temp",
-        check=from_to(0.05, 20),
-    )
     max_slowdown: float | None = _speculation(
         None,
         "--max-slowdown SHARE",
@@ -232,7 +224,6 @@ class LoadOptions:
         None, "--reproducible", "Same text as without speculation [on if free]", basic=True
     )
     corpus: bool = _speculation(True, "--corpus", "Also draft from your texts (edgespec corpus add)")
-    recall: bool = _speculation(False, "--recall", "Draft from the answers that --learn stored [on with --learn]")
     learn: bool = _speculation(False, "--learn", "Store answers on this disk, draft from them", basic=True)
 
     def __post_init__(self) -> None:
@@ -570,7 +561,7 @@ SETTINGS = tuple(
 BY_KEY = {key: setting for setting in SETTINGS for key in setting.keys}
 # Off unless a user asks: answers are private. Commands that measure ignore them: a prompt that is decoded again would
 # find its own answer.
-REMEMBERING = ("recall", "learn")
+REMEMBERING = ("learn",)
 STRUCTURE = (*STRUCTURES, "free_until")  # of one answer: for commands that give several kinds
 PROMPTING = ("system", "thinking")  # of the prompt, besides its text: for commands with prompts of their own
 # What means one model's files, layers or training.

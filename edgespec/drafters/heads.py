@@ -1,9 +1,10 @@
-"""Draft heads that an engine runs: they draft a chain from the target's states of the text.
+"""Draft heads: they draft a chain or a tree from the target's states of the text.
 
-EAGLE-3 (arXiv 2503.01840) reads pairs of a state, made of the inputs of several of the target's layers, and the token
-behind it. Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, 2.2) is the same with the target's last hidden state
-alone, and a layer that was trained as part of the target. For the text the states come from the target's passes; within
-a draft the head's own last state replaces what the target has not computed yet, and the next draft removes those pairs.
+EAGLE (arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840) read pairs of a state, made of the inputs of several of the
+target's layers, and the token behind it. Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, 2.2) is the same with
+the target's last hidden state alone, and a layer that was trained as part of the target. For the text the states come
+from the target's passes; within a draft the head's own last state replaces what the target has not computed yet, and
+the next draft removes those pairs. Trees are dynamic (EAGLE-2, arXiv 2406.16858): they grow best first.
 
 DFlash (arXiv 2602.06036) drafts a whole block in one pass: the last token and mask tokens behind it, all of which are
 denoised at once. A row does not know what was drawn for the rows before it; DSpark (arXiv 2607.05147) adds to its
@@ -17,7 +18,9 @@ the text itself, so that a draft costs its passes alone however the text has cha
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
+from typing import ClassVar
 
 import numpy as np
 
@@ -35,6 +38,7 @@ class HeadDrafter(Drafter):
     """
 
     prior = CHAIN_PRIOR
+    most_read: ClassVar[int] = sys.maxsize  # entries that a draft reads; with more new ones it begins behind them
 
     def __init__(self, head: DraftHead, max_features: int, *, owns_head: bool = True) -> None:
         self._head, self._max_features, self._owns_head = head, max_features, owns_head
@@ -43,7 +47,7 @@ class HeadDrafter(Drafter):
 
     def begin(self, prompt_ids: TokenIds) -> None:
         # Entries that the prompt shares with the last text are kept; the others are read with the first draft.
-        pass
+        self._head.follow(prompt_ids[:0])
 
     def draft(self, request: DraftRequest) -> Draft:
         """A chain sampled with the target's settings and, unless the rule needs distributions, the target's noise."""
@@ -51,6 +55,7 @@ class HeadDrafter(Drafter):
         most = self._most(request)
         if most < 1 or features is None or not len(features):
             return EMPTY_DRAFT
+        self._head.follow(request.token_ids)
         try:
             return self._drafted(request.at_most(most), features)
         except BaseException:
@@ -77,8 +82,8 @@ class HeadDrafter(Drafter):
         """
         head = self._head
         kept = min(shared, head.end)
-        goes_on = kept > head.start and kept >= first_known
-        start = head.start if goes_on else first_known
+        goes_on = kept > head.start and kept >= first_known and end - kept <= self.most_read
+        start = head.start if goes_on else max(first_known, end - self.most_read)
         length = head.facts.context_length
         if end + room - start > length:
             start = end - length // 2
@@ -165,11 +170,12 @@ class Eagle3Drafter(HeadDrafter):
             states.update(zip(asked, after, strict=True))
             return [found[asked.index(node)] for node in growth.waiting]
 
-        make = candidates_for(request, request.sampler)
+        make = candidates_for(request)
         return grown(request, make, self._head.facts.end_ids, logits, rows_of)
 
     def num_uncached(self, token_ids: TokenIds) -> int:
-        return min(token_ids.size - max(self._shared_tokens(token_ids) - 1, 0), self._max_features)
+        new = token_ids.size - max(self._shared_tokens(token_ids) - 1, 0)
+        return min(new, self._max_features, self.most_read)
 
 
 class MtpDrafter(Eagle3Drafter):
@@ -177,6 +183,17 @@ class MtpDrafter(Eagle3Drafter):
 
     name = "mtp"
     wants_features = True
+
+
+class EagleDrafter(Eagle3Drafter):
+    """Drafts with an EAGLE head of either generation from a heads file, which reads the end of a long prompt only.
+
+    Reading all of it would take as long as one of the target's passes. `scripts/train/heads.py` makes such heads.
+    """
+
+    name = "eagle"
+    wants_features = True
+    most_read = 256
 
 
 class DFlashDrafter(HeadDrafter):
@@ -205,6 +222,40 @@ class DFlashDrafter(HeadDrafter):
 
     def num_uncached(self, token_ids: TokenIds) -> int:
         return min(token_ids.size - self._shared_tokens(token_ids), self._max_features)
+
+
+class MedusaDrafter(HeadDrafter):
+    """Drafts chains of as many tokens as there are Medusa heads, and trees that are as deep.
+
+    In a tree (section 2.1.2 of the paper) all nodes of a depth have the same candidates. The paper takes the same paths
+    of that product for all texts; here each round takes the most probable ones.
+    """
+
+    name = "medusa"
+    wants_features = True
+    # Of logits: a head knows no token of its path, so the target differs from it by more than from a model that does.
+    # Fitted to the demo's heads, greedy and at T=0.8: with a model's 0.6 trees were narrower, and first choices with an
+    # expected acceptance of .76 were accepted at .54.
+    disagreement = 1.2
+
+    def _most(self, request: DraftRequest) -> int:
+        is_tree = takes_tree(request)
+        return request.max_tokens if is_tree else min(request.max_tokens, self._head.facts.most_drafted)
+
+    def _drafted(self, request: DraftRequest, features: States) -> Draft:
+        self._head.inject(features[-1:])
+        logits, _ = self._head.block(int(request.token_ids[-1]))
+        if takes_tree(request):
+            make = candidates_for(request, self.disagreement)
+
+            def rows_of(growth: Growth) -> Logits:
+                return logits[[growth.nodes[node].depth + 1 for node in growth.waiting]]
+
+            return grown(request, make, self._head.facts.end_ids, logits[0], rows_of, len(logits))
+        chain = DrawnChain(request, request.max_tokens, self._head.facts.end_ids)
+        while chain.is_open:
+            chain.add(logits[len(chain.token_ids)])
+        return chain.as_draft()
 
 
 class Gemma4Drafter(HeadDrafter):

@@ -65,30 +65,6 @@ class EngineFacts:
         return self.can_rollback or self.rollback_rows > 0
 
 
-class EarlyExit(ABC):
-    """The first layers and the head of a loaded target as a draft, over the target's own weights and cache.
-
-    The target's next pass reuses what these layers computed; the target's cache is never changed. `bytes_used`: memory
-    of the states that are passed on.
-    """
-
-    bytes_used: int
-
-    @abstractmethod
-    def follow(self, token_ids: TokenIds) -> int | None:
-        """Continue from the longest prefix of `token_ids` [n] that was read; its length, at most n - 1.
-
-        None when the target's cache holds another text, or more than n - 1 tokens of this one.
-        """
-
-    @abstractmethod
-    def feed(self, token_ids: TokenIds) -> Logits:
-        """Read the text's next tokens [n]; the exit's logits [vocabulary] after the last one.
-
-        A view until anything else is run. Raises Cancelled after the engine's `cancel()`, ContextFull.
-        """
-
-
 # Which rows of a pass have hidden states: all, and the logits of all are computed with them; those with logits only; or
 # all, without further logits.
 StatesOf = Literal["scored rows", "rows with logits", "all rows"]
@@ -102,8 +78,6 @@ class Engine(Closing, ABC):
     class_key: str = ""  # under which its width classes are cached; empty: they follow from how its kernels are made
     state_layers: tuple[int, ...] = ()  # ascending; their inputs come with the hidden states
     states_of: StatesOf = "scored rows"
-    thread_change_bytes: int = 0  # extra memory that `set_threads` needs for some seconds
-    thread_change_s: float = 0.0  # how long `set_threads` keeps a core busy
 
     @abstractmethod
     def forward(self, batch: Batch) -> Logits:
@@ -173,10 +147,6 @@ class Engine(Closing, ABC):
         """
         raise CapabilityError(f"the {self.facts.name} engine gives no hidden states of this model")
 
-    def early_exit(self) -> EarlyExit:
-        """Its first layers as a draft. Raises CapabilityError for a model that was loaded in one piece."""
-        raise CapabilityError(f"the {self.facts.name} engine loaded this model in one piece: it has no early exit")
-
     def give_layer_inputs(self, layers: tuple[int, ...]) -> None:
         """From the next pass on, keep the inputs of `layers`, counted from 0, for all rows; no layers: stop doing so.
 
@@ -218,11 +188,6 @@ class Engine(Closing, ABC):
     def thread_steps(self) -> tuple[int, ...]:
         """Numbers of threads worth trying, the most first."""
         return usual_steps(self.facts.threads)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether passes already run as `set_threads` asked; an engine may need a while for it."""
-        return True
 
     @abstractmethod
     def cancel(self) -> None:

@@ -2,22 +2,20 @@
 
 Where a head reads pairs, pair P is the state of the text up to token P, and token P + 1. `encode` turns features from
 the target's passes into states; beyond those, the head's own last state is used as the next one. One that drafts a
-block caches the target's features of each token. For an EAGLE head a layer reads pairs into a cache that the drafter
-keeps.
+block caches the target's features of each token.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.closing import Closing
 from edgespec.errors import BatchError, CapabilityError, ContextFull
-from edgespec.formats.head_file import HeadFile, HeadManifest
 from edgespec.types import Logits, TokenIds
 
 BYTES_PER_FEATURE = 4 * 4  # two windows of features, and the copies of the library and of a pass
@@ -52,6 +50,9 @@ class DraftHead(Closing, ABC):
     facts: HeadFacts
     start: int
     end: int
+
+    def follow(self, token_ids: TokenIds) -> None:
+        """The text [n] that is drafted for, of which a head may score more tokens than usual; empty: another text."""
 
     def encode(self, features: States) -> States:
         """States [n, width] of target features [n, feature_width]."""
@@ -155,82 +156,3 @@ class DraftHead(Closing, ABC):
     @abstractmethod
     def close(self) -> None:
         """Free everything; closing twice is allowed."""
-
-
-@dataclass(slots=True)
-class Pairs:
-    """The cache of an EAGLE head: `keys` and `values` [1, kv heads, capacity, head size] of the `length` pairs read."""
-
-    keys: States
-    values: States
-    length: int = 0
-
-    @classmethod
-    def room(cls, sizes: HeadManifest, capacity: int) -> Self:
-        """An empty cache."""
-        shape = 1, sizes.kv_heads, capacity, sizes.head_dim
-        return cls(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
-
-    @property
-    def num_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
-
-    def take(self, other: Pairs, chosen: NDArray[np.intp], turn: tuple[States, States]) -> None:
-        """Hold those `chosen` [n] of another cache, at positions smaller by as much as keys `turn` in between.
-
-        `turn`: cosines and sines [1, head size / 2] of the rotary embedding at that distance.
-        """
-        (cos, sin), count, half = turn, len(chosen), self.keys.shape[3] // 2
-        first, second = other.keys[:, :, chosen, :half], other.keys[:, :, chosen, half:]
-        self.keys[:, :, :count, :half] = first * cos + second * sin
-        self.keys[:, :, :count, half:] = second * cos - first * sin
-        self.values[:, :, :count] = other.values[:, :, chosen]
-        self.length = count
-
-
-class NewPairs(NamedTuple):
-    """Pairs of `states` and `embedded` tokens [n, width], the last `scored` of which are followed by something.
-
-    `positions` [n] count from a place in the text that all pairs of the cache share. `sees` [n, length + n]: the pairs
-    of the cache, these among them, that each attends to, no later ones; None: all before it.
-    """
-
-    states: States
-    embedded: States
-    positions: NDArray[np.int64]
-    sees: NDArray[np.bool_] | None = None
-    scored: int = 1
-
-
-class HeadLayer(Closing, ABC):
-    """The layer of an EAGLE head, and the target's head cut down to m tokens; its weights take `num_bytes`.
-
-    Not thread safe; several texts may use it by turns, each with `Pairs` of its own.
-    """
-
-    num_bytes: int
-
-    @abstractmethod
-    def fuse(self, features: States) -> States:
-        """States [n, width] of `features` [n, all states read], for heads that read several. Raises EngineError."""
-
-    @abstractmethod
-    def read(self, pairs: Pairs, new: NewPairs) -> tuple[States, States]:
-        """Append `new` to `pairs`, which have room for them.
-
-        Gives, for the last ones that are `scored`, the states [scored, width] that follow and their scores [scored, m],
-        which the next call overwrites. Raises EngineError; `pairs.length` is then as before.
-        """
-
-
-def frequencies_of(heads: HeadFile) -> States:
-    """Those of the rotary embedding of an EAGLE head [head size / 2]."""
-    sizes = heads.manifest
-    half = np.arange(0, sizes.head_dim, 2, dtype=np.float32) / np.float32(sizes.head_dim)
-    return heads.arrays.get("frequencies", np.float32(sizes.rope_theta) ** -half)
-
-
-def rotary_tables(frequencies: States, positions: NDArray[np.int64]) -> tuple[States, States]:
-    """Cosines and sines [n, head size / 2] at `positions` [n]."""
-    angles = positions.astype(np.float32)[:, None] * frequencies
-    return np.cos(angles), np.sin(angles)

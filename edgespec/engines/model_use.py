@@ -30,14 +30,13 @@ class ModelUse:
     devices: tuple[str, ...] | None = None  # of these layers; None: all GPUs; none: the CPU
     endpoints: tuple[str, ...] = ()  # RPC servers (HOST:PORT) that hold the layers, behind a child process
     overrides: tuple[tuple[str, str], ...] = ()  # (pattern of tensors, device) that come before the layers' devices
-    kv_offload: bool = True  # the KV cache of these layers is on their devices
     flash_attention: bool | None = None
     check_tensors: bool = False  # read all weights and refuse NaN
     is_repacked: bool = True  # False: weights stay as they are in the file, which loads faster and computes slower
     has_mtp: bool = False  # with the multi-token prediction layers
     # of ONNX Runtime
     provider: str = "auto"  # auto, cpu, cuda, dml, webgpu
-    exit_layer: int | None = None  # cut the graph after this layer, for `early_exit`
+    exit_layer: int | None = None  # its first layers, so many, draft beside it, in a plan only
     hidden_states: bool = False  # allow `give_hidden_states`
 
 

@@ -25,15 +25,6 @@ class SequenceRows:
     def __post_init__(self) -> None:
         self.is_tree = not is_chain(self.parents)
 
-    def first(self, count: int) -> SequenceRows:
-        """The first rows of a chain."""
-        return SequenceRows(self.base, self.rows[:count], self.parents[:count], self.token_ids[:count])
-
-    def behind(self, count: int) -> SequenceRows:
-        """The rows of a chain behind its first ones."""
-        left = len(self.rows) - count
-        return SequenceRows(self.base + count, self.rows[count:], self.parents[:left], self.token_ids[count:])
-
     def path(self, rows: tuple[int, ...]) -> list[int] | None:
         """Batch rows as indices into `rows`, or None when they are not a path from a root."""
         index = {row: i for i, row in enumerate(self.rows)}

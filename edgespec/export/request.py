@@ -15,7 +15,7 @@ Format = Literal["gguf", "onnx"]
 FORMATS: tuple[Format, ...] = ("gguf", "onnx")
 ENGINES: Mapping[Format, EngineName] = {"gguf": "llamacpp", "onnx": "onnx"}
 TILED = ("q8_0", "q4_k_m")  # ONNX types for our own kernels
-ONNX_QUANTS = ("int4", "int8", "w8a8", *TILED, "fp32")
+ONNX_QUANTS = ("int4", "int8", *TILED, "fp32")
 OPTIMUM_QUANTS = ("int4", "int8", "fp32")
 STRAIGHT_GGUF = ("f32", "f16", "bf16", "q8_0")  # written directly; others are quantised from a 16-bit file
 EXPORTERS = ("edgespec", "optimum")
@@ -23,8 +23,6 @@ EXPORTERS = ("edgespec", "optimum")
 # verifying pass. Groups of 128 are faster still, but use a kernel whose bits depend on the width of a pass, so output
 # would not be reproducible. 4-bit weights need the accuracy of small groups.
 GROUP_SIZES = {"int8": 64, "int4": 32}
-# A draft runs single-row passes, in which integer products are not faster and int8 is more accurate.
-DRAFT_QUANTS: Mapping[str, str] = {"w8a8": "int8"}
 DEFAULT_QUANTS: Mapping[Format, str] = {"gguf": "q8_0", "onnx": "int8"}
 
 
@@ -101,7 +99,7 @@ class ExportRequest:
 
     def quant_of(self, role: str, wanted: Format) -> str:
         quant = self.quants[wanted]
-        return self.draft_quants.get(wanted, DRAFT_QUANTS.get(quant, quant)) if role == "draft" else quant
+        return self.draft_quants.get(wanted, quant) if role == "draft" else quant
 
 
 def parse_formats(to: str) -> tuple[Format, ...]:

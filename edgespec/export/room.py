@@ -29,7 +29,7 @@ BITS = {
     "q8_0": 8.5, "q6_k": 6.6, "q5_k_m": 5.8, "q5_k_s": 5.6, "q5_1": 6, "q5_0": 5.6,
     "q4_k_m": 5, "q4_k_s": 4.7, "q4_1": 5.1, "q4_0": 4.7, "iq4_nl": 4.7, "iq4_xs": 4.5,
     "q3_k_l": 4.4, "q3_k_m": 4.1, "q3_k_s": 3.7, "q2_k": 3.4,
-    "iq3_m": 4, "iq3_s": 3.8, "int8": 9, "w8a8": 8.1, "int4": 6.5,
+    "iq3_m": 4, "iq3_s": 3.8, "int8": 9, "int4": 6.5,
 }  # fmt: skip
 PROGRAM_BYTES = 400 * 2**20  # the interpreter and its libraries
 TORCH_BYTES = 500 * 2**20
@@ -56,7 +56,7 @@ class Facts:
     def output_bytes(self, wanted: Format, quant: str) -> int:
         weights = self.num_parameters * BITS[quant] / 8
         if wanted == "onnx":  # with an embedding table of its own, which only some types quantise
-            weights += self.table_parameters * (1.1 if quant in ("w8a8", *TILED) else 4)
+            weights += self.table_parameters * (1.1 if quant in TILED else 4)
         return round(weights * SPARE)
 
 

@@ -25,7 +25,6 @@ from edgespec.control.base import Controller
 from edgespec.control.cost import WIDEST
 from edgespec.control.prices import RunCosts
 from edgespec.control.threads import Started
-from edgespec.drafters.spec import SPECS
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import PassRequest
 from edgespec.errors import Cancelled, EdgespecError
@@ -108,7 +107,6 @@ class ContinuousBatch:
         self._members: list[Member] = []
         self._num_passes = 0
         self._can_pack = False
-        self._has_exit = any(SPECS[name].owns == "layers of the target" for name in executor.pool.drafters)
 
     @property
     def _costs(self) -> RunCosts:
@@ -154,17 +152,13 @@ class ContinuousBatch:
     def begin_alone(self, generation: Generation) -> None:
         """Begin one that its handle reads with `next_event`; nothing else runs. Raises as `begin`."""
         self.end_all()  # a handle that was dropped gave its turn back, but could not end its generation
-        ended, advisor = WeakMethod(generation.ended), self._executor.advisor
-        stats = generation.stats  # the handle is not kept, so that it can be dropped
+        ended = WeakMethod(generation.ended)  # the handle is not kept, so that it can be dropped
 
         def end(failure: Exception | None) -> None:
-            if line := advisor.judged(stats):
-                stats.notes.append(line)
             if (method := ended()) is not None:
                 method(failure)
 
         member = self._joined(generation, self._executor.slots.take_first(), no_event, end)
-        advisor.begin(generation.request.options)
         self._look_around(member)
 
     def _joined(
@@ -302,8 +296,7 @@ class ContinuousBatch:
         if not is_drafting:
             self._num_passes += 1
             if (threads := self._executor.pool.threads) is not None:
-                cached = sum(member.run.target.length for member in self._members)
-                is_disturbed = threads.passed(num_rows, seconds, started.lacking_s(threads.threads), cached)
+                is_disturbed = threads.passed(num_rows, seconds, started.lacking_s(threads.threads))
         for member, rows in zip(chosen, widths, strict=True):
             member.run.share = PassShare(seconds * rows / num_rows, is_disturbed)
             if not is_drafting:
@@ -337,7 +330,7 @@ class ContinuousBatch:
             engine.give_layer_inputs(layers)
         batches = [request.batch for request in requests]
         logits = engine.forward(packed(batches))
-        if engine.class_key or self._has_exit:  # bits may be checked again, or the target's first layers run
+        if engine.class_key:  # bits may be checked again
             logits = logits.copy()
         states = engine.hidden_states() if gives_states else None
         inputs = engine.layer_inputs() if layers else None

@@ -36,15 +36,6 @@ def why_missing() -> str:
     return _find()[1]
 
 
-def instructions() -> str:
-    """The name of the path that the library takes on this processor, such as avx2; empty without a library."""
-    if (path := library_path()) is None:
-        return ""
-    name = ctypes.CDLL(str(path)).edgespec_path
-    name.restype = ctypes.c_char_p
-    return str(name().decode())
-
-
 @cache
 def _find() -> tuple[Path | None, str]:
     chosen = os.environ.get(SETTING, "")

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from edgespec.kernels.library import library_path
 
-__all__ = ["TYPES", "choose_path", "held", "lookup", "pack", "packed_bytes", "path", "product"]
-
 #: GGML's name of a type -> its number.
 TYPES = {
     "F32": 0,
@@ -73,21 +71,10 @@ def path() -> str:
     return str(kernels().edgespec_path().decode())
 
 
-def choose_path(name: str) -> bool:
-    """Have later products use that instruction set; False if this processor lacks it. For tests: results are equal."""
-    return bool(kernels().edgespec_choose_path(name.encode()) == 0)
-
-
 def packed_bytes(kind: str, outputs: int, inputs: int) -> int | None:
     """Bytes of the tiles of a matrix of a type; None if the kernels do not have the type or the size."""
     size = kernels().edgespec_packed_bytes(TYPES[kind], outputs, inputs) if kind in TYPES else -1
     return None if size < 0 else int(size)
-
-
-def _check_tiles(kind: str, tiles: NDArray[np.uint8], outputs: int, inputs: int) -> None:
-    size = packed_bytes(kind, outputs, inputs)
-    if size is None or size != tiles.nbytes or not tiles.flags.c_contiguous:
-        raise ValueError(f"{kind} tiles of {outputs} x {inputs} weights take {size} bytes, not {tiles.nbytes}.")
 
 
 def pack(kind: str, rows: NDArray[np.uint8], inputs: int, out: NDArray[np.uint8]) -> bool:
@@ -96,7 +83,9 @@ def pack(kind: str, rows: NDArray[np.uint8], inputs: int, out: NDArray[np.uint8]
     Parts of a matrix can be packed at once: `n` is a multiple of 16, but for the last part. Raises ValueError if `out`
     has another size than `packed_bytes`, or a row another than its type needs.
     """
-    _check_tiles(kind, out, len(rows), inputs)
+    size = packed_bytes(kind, len(rows), inputs)
+    if size is None or size != out.nbytes or not out.flags.c_contiguous:
+        raise ValueError(f"{kind} tiles of {len(rows)} x {inputs} weights take {size} bytes, not {out.nbytes}.")
     row_bytes = kernels().edgespec_row_bytes(TYPES[kind], inputs)
     if rows.shape != (len(rows), row_bytes) or not rows.flags.c_contiguous:
         raise ValueError(
@@ -122,35 +111,3 @@ def held(arrays: Mapping[str, NDArray[np.uint8]]) -> Iterator[dict[str, bytes]]:
     finally:
         for number in numbers.values():
             kernels().edgespec_drop(number)
-
-
-def lookup(
-    kind: str, tiles: NDArray[np.uint8], outputs: int, inputs: int, ids: NDArray[np.int64]
-) -> NDArray[np.float32]:
-    """Dequantised rows [len(ids), inputs]. Raises IndexError for an id outside the matrix."""
-    _check_tiles(kind, tiles, outputs, inputs)
-    out = np.empty((len(ids), inputs), np.float32)
-    arguments = TYPES[kind], tiles.ctypes.data, outputs, inputs, ids.ctypes.data, len(ids), out.ctypes.data
-    if kernels().edgespec_lookup(*arguments):
-        raise IndexError(f"An id is outside 0..{outputs - 1}.")
-    return out
-
-
-def product(
-    kind: str, tiles: NDArray[np.uint8], outputs: int, x: NDArray[np.float32], bias: NDArray[np.float32] | None = None
-) -> NDArray[np.float32]:
-    """x [m, inputs] times a matrix [outputs, inputs] as tiles, plus `bias` [outputs]: [m, outputs], in this thread."""
-    rows, inputs = x.shape
-    _check_tiles(kind, tiles, outputs, inputs)
-    if not x.flags.c_contiguous or (bias is not None and bias.shape != (outputs,)):
-        raise ValueError(f"x is [m, inputs] and contiguous, a bias is [{outputs}].")
-    y = np.empty((rows, outputs), np.float32)
-    scratch = np.empty(kernels().edgespec_scratch_bytes(TYPES[kind], inputs, rows) + 64, np.uint8)
-    start = scratch.ctypes.data + 63 & ~63
-    status = kernels().edgespec_product(
-        *(TYPES[kind], tiles.ctypes.data, outputs, inputs, x.ctypes.data, rows, y.ctypes.data),
-        *(None if bias is None else bias.ctypes.data, start, 0, -(-outputs // 16)),
-    )
-    if status:
-        raise ValueError(f"The kernels refuse {rows} rows of {outputs} x {inputs} weights of {kind}.")
-    return y

@@ -163,7 +163,7 @@ def why_unreadable(path: Path, *, nextn: bool = False) -> str:
 logger = logging.getLogger("edgespec")
 SHIPPED = "eagle.npz"
 # Types of ONNX models for which the shipped heads' drafts were measured to gain.
-GAINING = frozenset({"w8a8", "int8", "int4"})
+GAINING = frozenset({"int8", "int4"})
 
 
 def shipped_heads(source: Path, sha256: str | None = None) -> Path | None:

@@ -11,14 +11,19 @@ from numpy.typing import NDArray
 from edgespec.closing import closed_on_failure
 from edgespec.config.options import LoadOptions
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.eagle import EagleDrafter, LayersEagleDrafter
-from edgespec.drafters.head_layer import numpy_layer
-from edgespec.drafters.heads import DFlashDrafter, Eagle3Drafter, Gemma4Drafter, HeadDrafter, MtpDrafter
-from edgespec.drafters.medusa import MedusaDrafter
-from edgespec.drafters.states import columns_of
+from edgespec.drafters.heads import (
+    DFlashDrafter,
+    Eagle3Drafter,
+    EagleDrafter,
+    Gemma4Drafter,
+    HeadDrafter,
+    MedusaDrafter,
+    MtpDrafter,
+)
 from edgespec.engines.base import Engine
 from edgespec.engines.features import WINDOW
-from edgespec.engines.head import DraftHead, HeadLayer
+from edgespec.engines.file_heads import MedusaHead, columns_of
+from edgespec.engines.head import DraftHead
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.check import HEAD_NAMES, is_gemma4_drafter
 from edgespec.formats.gguf.header import read_header
@@ -34,16 +39,15 @@ _DRAFTERS: dict[HeadForm, type[HeadDrafter]] = {
     "mtp": MtpDrafter,
     "gemma4": Gemma4Drafter,
 }
-HEAD_THREADS = 2  # reading the weights is most of a pass, and two cores read faster; more take longer to wake
 
 
-def read_heads(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> dict[Path, HeadFile]:
+def read_heads(options: LoadOptions, pair: ModelPair) -> dict[Path, HeadFile]:
     """The heads in `head_paths`.
 
     Raises CapabilityError where the chosen drafter has no heads or the target gives no states, ModelFileError for a
     damaged file.
     """
-    paths = head_paths(options, pair, is_cut=is_cut)
+    paths = head_paths(options, pair)
     found = {path: read_head_file(path) for path in paths}
     if options.drafter in HEAD_KINDS and options.drafter not in {each.manifest.kind for each in found.values()}:
         has = f"{paths[0].name} holds {found[paths[0]].manifest.kind} heads" if paths else f"{pair.name!r} has none"
@@ -68,19 +72,11 @@ def open_heads(heads: HeadFile, path: Path, target: Engine) -> Drafter:
             f"{manifest.vocabulary_size} tokens): give the file that was trained for this one"
         )
     if manifest.kind == "medusa":
-        return MedusaDrafter(heads, vocabulary.size, vocabulary.end_ids, target.state_layers)
-    layer = _layer_of(heads)
-    with closed_on_failure(layer):
-        drafter = LayersEagleDrafter if manifest.generation == 3 else EagleDrafter
-        return drafter(heads, vocabulary.size, vocabulary.end_ids, target.state_layers, layer)
+        return MedusaDrafter(MedusaHead(heads, vocabulary, target.state_layers), WINDOW)
+    from edgespec.engines.onnx.eagle import load_eagle
 
-
-def _layer_of(heads: HeadFile) -> HeadLayer:
-    from edgespec.engines.onnx.eagle import OnnxLayer
-
-    if OnnxLayer.takes(heads):
-        return OnnxLayer(heads, threads=HEAD_THREADS)
-    return numpy_layer(heads)
+    sequences = target.facts.max_sequences
+    return EagleDrafter(load_eagle(heads, vocabulary, target.state_layers, sequences=sequences), WINDOW)
 
 
 def _probed(heads: HeadFile, target: Engine) -> NDArray[np.float32]:

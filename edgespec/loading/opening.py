@@ -13,9 +13,8 @@ from edgespec.closing import closed_on_failure
 from edgespec.config.options import LoadOptions
 from edgespec.config.values import DrafterName
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.early_exit import EarlyExitDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
-from edgespec.drafters.model import ChainDrafter, ModelDrafter
+from edgespec.drafters.model import EarlyExitDrafter, ModelDrafter
 from edgespec.drafters.spec import HEAD_FILES
 from edgespec.engines.base import Engine
 from edgespec.engines.model_use import ModelUse
@@ -64,7 +63,7 @@ def _open_models(
     chosen = Chosen.of(options, pair)
     _check_contents(pair.files[role] for role in chosen.roles)
     load_libraries(pair.files[role] for role in chosen.roles)  # while the child works
-    heads = read_heads(options, pair, is_cut=chosen.is_cut)
+    heads = read_heads(options, pair)
     states = state_layers(heads.values()) if heads else None
     trial.require_sound()
     target = open_target(options, chosen, states)
@@ -91,13 +90,13 @@ def _opened(
     """The drafters with models for `name` that are not `opened` yet."""
     pair = chosen.pair
     if name == "early-exit":
-        return {name: EarlyExitDrafter(target, options.draft_temperature)}
+        return {name: _early_exit(options, target)}
     if name == "mtp" and chosen.has_own_mtp:
         return {name: open_own_layers(options, target)}
     if name in HEAD_FILES:
         return {name: open_head_file(options, pair.files["draft"], target)}
     # An exit is a draft model already: no second one is opened beside it.
-    known = next((each for each in opened.values() if isinstance(each, ChainDrafter)), None)
+    known = next((each for each in opened.values() if isinstance(each, ModelDrafter)), None)
     small = known or _model_drafter(options, pair.files["draft"], target)
     found: dict[DrafterName, Drafter] = {} if known else {"model": small}
     if name != "hierarchical":
@@ -106,14 +105,23 @@ def _opened(
         medium = open_draft(options, pair.files["medium"], target)
         with closed_on_failure(medium):
             check_same_vocabulary(target.vocabulary, medium.vocabulary)
-            return found | {name: HierarchicalDrafter(small, medium, options.draft_temperature)}
+            return found | {name: HierarchicalDrafter(small, medium)}
+
+
+def _early_exit(options: LoadOptions, target: Engine) -> EarlyExitDrafter:
+    from edgespec.engines.onnx.kernel_engine import KernelEngine
+
+    assert isinstance(target, KernelEngine)  # `exit_layer_of` leaves GGUFs on kernels only
+    assert options.exit_layer is not None
+    engine = target.first_layers(options.exit_layer, options.draft_context_length)
+    return EarlyExitDrafter(engine)
 
 
 def _model_drafter(options: LoadOptions, file: ModelFile, target: Engine) -> ModelDrafter:
     engine = open_draft(options, file, target)
     with closed_on_failure(engine):
         cache, note = draft_cache(target, engine, file.path.name)
-    return ModelDrafter(engine, cache, (note,) if note else (), options.draft_temperature)
+    return ModelDrafter(engine, cache, (note,) if note else ())
 
 
 @contextmanager

@@ -20,6 +20,8 @@ from edgespec.formats.gguf.check import has_mtp
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
+from edgespec.installation import has_engine
+from edgespec.kernels.library import library_path
 from edgespec.loading.engine_choice import why_unreadable, with_engines
 from edgespec.loading.hub import head_beside
 from edgespec.loading.registry import resolve
@@ -60,7 +62,7 @@ def _with_head_beside(options: LoadOptions, found: ModelPair, pair: ModelPair) -
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What of `pair` is opened. `exit_layer`: layers after which an ONNX target is cut; `wanted`: drafters with models.
+    """What of `pair` is opened. `exit_layer`: the target's first layers that draft; `wanted`: drafters with models.
 
     `without_drafts`: its target alone, where memory does not suffice for more.
     """
@@ -76,11 +78,6 @@ class Chosen:
         return cls(pair, exit_layer, wanted_drafters(options, pair, exit_layer))
 
     @property
-    def is_cut(self) -> bool:
-        """Whether the target's own file holds its exit."""
-        return self.exit_layer is not None
-
-    @property
     def has_own_mtp(self) -> bool:
         """Whether the layers of the target's own file draft for it."""
         return "mtp" in self.wanted and "mtp" not in _own_drafter(self.pair)
@@ -89,7 +86,7 @@ class Chosen:
     def roles(self) -> tuple[str, ...]:
         """The roles of the files to open, the target first."""
         needed = (_needs(name, self.pair) for name in self.wanted)
-        roles = {need.role for needs in needed for need in needs if need.role and not (self.is_cut and EXIT in needs)}
+        roles = {need.role for needs in needed for need in needs if need.role} - {"target"}
         return ("target", *sorted(roles & self.pair.files.keys()))
 
 
@@ -194,39 +191,35 @@ def _needs(name: DrafterName, pair: ModelPair) -> tuple[Need, ...]:
 
 
 def exit_layer_of(options: LoadOptions, pair: ModelPair) -> int | None:
-    """Layers after which an ONNX target is cut for an early exit; None: it stays in one piece.
+    """How many first layers of the target draft for it; None: they do not.
 
-    Raises CapabilityError where an exit was asked for and there is none.
+    Raises CapabilityError where that was asked for and the kernels do not run the target.
     """
     target = pair.files["target"]
     if options.drafter not in ("auto", "early-exit") or options.exit_layer is None:
         return None
-    if target.engine != "onnx":
+    if not target.is_gguf or target.engine != "onnx":
+        what = f"runs on {target.engine}" if target.is_gguf else "is an ONNX export"
         raise CapabilityError(
-            f"--exit-layer is for ONNX targets, and {target.path.name} runs on {target.engine}: convert it "
-            f"(edgespec export {target.path.name} --to onnx), or use another drafter"
+            f"--exit-layer is for a GGUF on edgespec's own kernels, and {target.path.name} {what}: give such a target, "
+            "or use another drafter"
         )
     return options.exit_layer
 
 
-def head_paths(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> list[Path]:
+def head_paths(options: LoadOptions, pair: ModelPair) -> list[Path]:
     """The files of heads to open: the one that the options name, else those of the pair for the drafter.
 
-    `auto` takes a pair's own heads only where it has no draft model: beside one they gain less than trying them costs.
-    `is_cut`: ONNX Runtime runs the target with an early exit, which gives no hidden states. Raises CapabilityError for
-    heads that are given to such a target.
+    `auto` takes a pair's own heads only where it has no draft model: beside one they gain less than trying them costs;
+    and EAGLE's only where the kernels are built, on which they run.
     """
-    own = {kind: pair.heads[kind].path for kind in HEAD_KINDS if kind in pair.heads and not is_cut}
+    own = {kind: pair.heads[kind].path for kind in HEAD_KINDS if kind in pair.heads}
+    if options.drafter == "auto" and not (library_path() and has_engine("onnx")):
+        own.pop("eagle", None)
     asked = "auto" if pair.draft is None else None
-    paths = [path for kind, path in own.items() if options.drafter in (kind, asked)]
     if options.heads is not None and options.drafter != "none":
-        if is_cut:
-            raise CapabilityError(
-                "heads read the target's last hidden states, which ONNX Runtime does not give with an early exit: "
-                "leave out --heads (heads=...) or --exit-layer (exit_layer=...), or name a --drafter"
-            )
-        paths = [expanded(options.heads)]
-    return paths
+        return [expanded(options.heads)]
+    return [path for kind, path in own.items() if options.drafter in (kind, asked)]
 
 
 _MOST_DRAFT_CONTEXT = 4096

@@ -38,6 +38,7 @@ _SURVEYED_ROWS = 63
 # Bytes in memory for a weight of 8 bits in the file. Medusa's heads are float32; of EAGLE's layer there are 8 bits and
 # scales; its vocabulary is there like that, too, and in half precision, from which inputs are looked up.
 _FLOAT, _LAYER, _VOCABULARY = 4.0, 1.25, 3.25
+_HEAD_CONTEXT = 2048  # pairs of an EAGLE head
 _OPENING = 9.0  # the same while EAGLE's are opened: in float32, as they are kept, and copies; measured on SmolLM2's
 
 
@@ -191,7 +192,7 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
         if role != "target"
     ]
     engines = {pair.files[role].engine for role in roles}
-    paths = head_paths(options, pair, is_cut=chosen.is_cut)
+    paths = head_paths(options, pair)
     heads, heads_opening = heads_bytes(paths, context, options.sequences)
     others: tuple[str, ...] = ()
     if "onnx" in engines and options.provider == "auto":
@@ -289,7 +290,7 @@ def heads_bytes(paths: Sequence[Path], context_length: int, texts: int) -> tuple
 
 def _bytes_of(path: Path, context_length: int, texts: int) -> tuple[int, int]:
     from edgespec.engines.features import WINDOW  # imports numpy
-    from edgespec.engines.onnx.eagle import FIRST_POSITIONS
+    from edgespec.engines.head import BYTES_PER_FEATURE
     from edgespec.formats.head_file import read_head_manifest
 
     stored = 0
@@ -306,10 +307,10 @@ def _bytes_of(path: Path, context_length: int, texts: int) -> tuple[int, int]:
     else:
         layer = min(sum(map(math.prod, sizes.shapes().values())), stored)
         weights, opening = _LAYER * layer + _VOCABULARY * (stored - layer), int(_OPENING * stored)
-    # Both keep two windows; the cache has room for a draft, too, and for the pairs that are read before it.
-    rows = min(2 * WINDOW, context_length)
-    pairs = 3 * WINDOW * 2 * sizes.kv_heads * sizes.head_dim
-    kept = int(weights) + 4 * (texts * (rows * sizes.feature_size + pairs) + FIRST_POSITIONS * sizes.head_dim)
+    # Both keep windows of states; an EAGLE head has a cache of halves, and tables of positions.
+    states = min(WINDOW, context_length) * sizes.feature_size * BYTES_PER_FEATURE
+    cache = min(_HEAD_CONTEXT, context_length) * 4 * sizes.kv_heads * sizes.head_dim
+    kept = int(weights) + texts * (states + cache) + 4 * _HEAD_CONTEXT * sizes.head_dim
     return kept, opening
 
 

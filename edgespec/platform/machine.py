@@ -74,9 +74,6 @@ def usable_processors() -> int:
     return os.cpu_count() or 1
 
 
-VNNI = frozenset({"avx512_vnni", "avx_vnni"})  # instructions for sums of products of bytes, of which one is enough
-
-
 def is_x86() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64")
 
@@ -102,15 +99,6 @@ def lacks_dot_products() -> bool:
     """Whether an ARM processor is too old for sums of products of bytes, for which llama.cpp reorders weights there."""
     features = _cpuinfo().get("Features", ())
     return not all("asimddp" in each.split() for each in features)
-
-
-def products_saturate() -> bool:
-    """Whether sums of products of unsigned and signed bytes saturate at 16 bits: on x86 without VNNI.
-
-    Where the CPU is not known it is taken for one on which they do, which costs time at a load only.
-    """
-    found = instruction_sets()
-    return bool(found) and not found & VNNI
 
 
 def has_address_limit() -> bool:

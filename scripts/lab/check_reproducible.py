@@ -7,9 +7,8 @@ FILE holds one prompt per line. Every prompt is decoded plainly at each temperat
 cache, then again with drafters and lengths (none, 1..12, auto) that rotate, so that all combinations meet all
 temperatures. What the cache holds before rotates too: nothing, the same prompt, one that was edited, an answer that was
 cancelled half-way. Every other prompt of a model that chats is asked as the second turn of a conversation, whose first
-may be in the cache. What needs models of its own is loaded by itself and compared with the same plain texts. A GGUF
-target is cut for its early exit in a temporary folder. Prints the tokens compared for each drafter, and how many ids
-and log probabilities differ; exit code 1 when any does.
+may be in the cache. What needs models of its own is loaded by itself and compared with the same plain texts. Prints the
+tokens compared for each drafter, and how many ids and log probabilities differ; exit code 1 when any does.
 """
 
 from __future__ import annotations

@@ -33,8 +33,7 @@ from onnx import TensorProto
 
 import tiled
 from edgespec.kernels import build, tiles
-from edgespec.kernels.cache import CHUNK, KernelCache, cache_bytes
-from edgespec.kernels.states import KernelStates, StateSizes, states_bytes
+from edgespec.kernels.memory import CHUNK, KernelCache, KernelStates, StateSizes, cache_bytes, states_bytes
 from tiled import activation_block, node, session
 
 # Checks as calls: inlined into the unrolled kernels they take the compiler many minutes.
@@ -102,7 +101,7 @@ def run_batch(path: Path, seed: int) -> int:
 
 def choose_path(rng: np.random.Generator) -> str:
     path = str(rng.choice(PATHS))
-    return path if tiles.choose_path(path) else tiles.path()
+    return path if tiled.choose_path(path) else tiles.path()
 
 
 def same(a: Floats, b: Floats) -> bool:
@@ -206,11 +205,11 @@ def one_matrix(rng: np.random.Generator) -> str:
     path = choose_path(rng)
     x = random_x(rng, int(rng.integers(1, 70)), inputs)
     bias = rng.standard_normal(outputs).astype(np.float32) if rng.random() < 0.5 else None
-    y, at = tiles.product(kind, tile, outputs, x, bias), int(rng.integers(0, len(x)))
-    assert same(y[at], tiles.product(kind, tile, outputs, x[at : at + 1], bias)[0]), f"{kind} {path} row {at}"
+    y, at = tiled.product(kind, tile, outputs, x, bias), int(rng.integers(0, len(x)))
+    assert same(y[at], tiled.product(kind, tile, outputs, x[at : at + 1], bias)[0]), f"{kind} {path} row {at}"
     ids = rng.integers(-1 if rng.random() < 0.1 else 0, outputs + (rng.random() < 0.1), 5)
     try:
-        tiles.lookup(kind, tile, outputs, inputs, ids)
+        tiled.lookup(kind, tile, outputs, inputs, ids)
     except IndexError:
         assert ids.min() < 0 or ids.max() >= outputs
     return f"{path}{'' if finite else '_not_finite'}"
@@ -271,7 +270,7 @@ def one_graph(rng: np.random.Generator) -> str:
         assert same(got[at], np.concatenate(model.run(None, {"x": x[at : at + 1]}), 1)[0]), (matrices, change, path)
     elif len(x):
         parts = np.split(bias, np.cumsum(outputs)[:-1])
-        direct = [tiles.product(m[0], m[3], m[1], x, b) for m, b in zip(matrices, parts, strict=True)]
+        direct = [tiled.product(m[0], m[3], m[1], x, b) for m, b in zip(matrices, parts, strict=True)]
         assert same(got, np.concatenate(direct, 1)), (matrices, change)
     return "graph"
 

@@ -1,6 +1,6 @@
 """Whole passes over 1 to 64 rows of several runtimes, interleaved: processor time of one thread, wall time of more.
 
-    python scripts/lab/measure_passes.py ours=MODEL.gguf@onnx llama.cpp=MODEL.gguf@llamacpp int4=FOLDER w8a8=FOLDER \
+    python scripts/lab/measure_passes.py ours=MODEL.gguf@onnx llama.cpp=MODEL.gguf@llamacpp int4=FOLDER \
         [ik=MODEL.gguf@ik] [openvino=MODEL.gguf@openvino] [--python ik=PYTHON openvino=PYTHON] [--threads 1 2] \
         [--contexts 16 500 4000] [--rounds 8] [-o FILE.json]
     python scripts/lab/measure_passes.py --operators MODEL.gguf [--threads 1] [--contexts 500 4000]

@@ -17,7 +17,6 @@ import argparse
 import hashlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,10 +28,10 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.drafters.eagle import LayersEagleDrafter
 from edgespec.engines.base import Engine
+from edgespec.engines.head import DraftHead
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.onnx.eagle import OnnxLayer
+from edgespec.engines.onnx.eagle import load_eagle
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import ConfigError, EdgespecError, ModelFileError
 from edgespec.export.check import Comparison, ExportRefused, Limits, compare_logits, limits_of, open_engine
@@ -64,6 +63,7 @@ PROBE_TOKENS, CHECKED_TOKENS = 12, 96
 CONTEXT = 320
 DRAFT_LENGTH = 5  # tokens of a draft that such heads are trained for
 ROWS_AT_ONCE = 4096
+FLOATS = Limits(0.05, 0.99, 1e-4)  # keys and values have half precision
 STORED = Limits(None, 0.90, 0.05)  # of weights and inputs in 8 bits
 
 # Hugging Face name -> (GGUF name, shape); t: target layers concatenated, w: draft vocabulary, i: embedding + state
@@ -407,22 +407,19 @@ def write_heads(folder: Path, target_folder: Path, open_target: OpenTarget, outp
 
 
 def check_heads(folder: Path, target_folder: Path, open_target: OpenTarget, path: Path) -> dict[str, Comparison]:
-    """Compare the heads in `path`, as floats and as stored, with the slow implementation. Raises ExportRefused."""
+    """Compare the heads in `path` with the slow implementation. Raises ExportRefused."""
     plan = plan_head(folder, target_folder)
     with open_target(tuple(sorted(plan.layers))) as target:
         token_ids = _probe_ids(target)
-        states, num_tokens = states_of(target, token_ids), target.vocabulary.size
-    reference = _reference(plan, target_folder, token_ids, states)
-    floats = heads_of(plan, target_folder, token_ids[:1], states[:1])
+        states, vocabulary = states_of(target, token_ids), target.vocabulary
+    reference, stored = _reference(plan, target_folder, token_ids, states), read_head_file(path)
+    floats, found = heads_of(plan, target_folder, token_ids[:1], states[:1]), {}
     floats = replace(floats, embedding=_embedding_of(plan, Checkpoint.open(target_folder), token_ids))
-    layers = floats.manifest.layers
-    exact = _compared(reference, LayersEagleDrafter(floats, num_tokens, frozenset(), layers), states)
-    refuse(exact, limits_of("fp32"), path)
-    stored = read_head_file(path)
-    layer = OnnxLayer(stored, threads=1)
-    found = _compared(reference, LayersEagleDrafter(stored, num_tokens, frozenset(), layers, layer), states)
-    refuse(found, STORED, path)
-    return {"as stored": found, "as floats": exact}
+    for name, heads, kind, limits in (("as floats", floats, "F32", FLOATS), ("as stored", stored, "Q8_0", STORED)):
+        with load_eagle(heads, vocabulary, heads.manifest.layers, threads=1, kind=kind) as head:
+            found[name] = _compared(reference, head, states)
+        refuse(found[name], limits, path)
+    return found
 
 
 def heads_of(plan: HeadPlan, target_folder: Path, probe_ids: NDArray[np.int32], probe_states: Matrix) -> HeadFile:
@@ -475,15 +472,6 @@ def _place_of_embedding(plan: HeadPlan, target: Checkpoint) -> tuple[Checkpoint,
     return (plan.checkpoint, own) if own else (target, shared_names(target)["token_embd.weight"])
 
 
-def _embedding_of(plan: HeadPlan, target: Checkpoint, token_ids: NDArray[np.int32]) -> Table:
-    """The embeddings as floats, filled in for `token_ids` only: untouched rows take no memory."""
-    checkpoint, name = _place_of_embedding(plan, target)
-    rows = np.zeros(checkpoint.shape(name), np.float32)
-    for token_id in np.unique(token_ids).tolist():
-        rows[token_id] = checkpoint.rows_of(name, token_id, token_id + 1)[0]
-    return Table(rows)
-
-
 def _embedding(plan: HeadPlan, target: Checkpoint) -> Table:
     """In 8 bits, some rows at a time: it is the largest table."""
     checkpoint, name = _place_of_embedding(plan, target)
@@ -514,6 +502,15 @@ def states_of(target: Engine, token_ids: NDArray[np.int32]) -> Matrix:
         target.give_hidden_states(False)
 
 
+def _embedding_of(plan: HeadPlan, target: Checkpoint, token_ids: NDArray[np.int32]) -> Table:
+    """The embeddings as floats, filled in for `token_ids` only: untouched rows take no memory."""
+    checkpoint, name = _place_of_embedding(plan, target)
+    rows = np.zeros(checkpoint.shape(name), np.float32)
+    for token_id in np.unique(token_ids).tolist():
+        rows[token_id] = checkpoint.rows_of(name, token_id, token_id + 1)[0]
+    return Table(rows)
+
+
 def _reference(plan: HeadPlan, target_folder: Path, token_ids: NDArray[np.int32], states: Matrix) -> Reference:
     """What the slow implementation scores behind every pair of a text, by the tokens that it can draft."""
     slow, width = NumpyHead.of(plan, target_folder), plan.target_width
@@ -523,10 +520,10 @@ def _reference(plan: HeadPlan, target_folder: Path, token_ids: NDArray[np.int32]
     return Reference((token_ids,), (np.stack(rows),), None, "numpy")
 
 
-def _compared(reference: Reference, drafter: LayersEagleDrafter, states: Matrix) -> Comparison:
+def _compared(reference: Reference, head: DraftHead, states: Matrix) -> Comparison:
     (token_ids,), (wanted,) = reference.token_ids, reference.logits
-    with closing(drafter):
-        rows = [drafter.scores_behind(token_ids[: at + 1], states[:at]).copy() for at in range(1, token_ids.size)]
+    encoded = head.encode(states)
+    rows = [head.decode(token_ids[at : at + 1], encoded[at - 1 : at])[0].copy() for at in range(1, token_ids.size)]
     drafted = np.isfinite(wanted[0])
     found = np.stack(rows)[:, : wanted.shape[1]]
     return compare_logits(replace(reference, logits=(wanted[:, drafted],)), [found[:, drafted]])

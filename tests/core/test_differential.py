@@ -24,7 +24,8 @@ from edgespec.sampling.acceptance import coupled
 from edgespec.sampling.constraint.grammar import Grammar
 from edgespec.sampling.constraint.state import Constraints
 from edgespec.sampling.stopping import StopRules
-from laws import MAKERS, VOCABULARY, TableWithExit
+from laws import MAKERS, VOCABULARY
+from table_engine import TableEngine
 
 pytest.importorskip("llguidance")
 CASES = 25  # of each drafter
@@ -46,8 +47,8 @@ def seen(events: Iterable[TokenEvent]) -> Seen:
     return found, ""
 
 
-def made_table(rng: random.Random, *, is_finite: bool) -> TableWithExit:
-    found = TableWithExit.random(
+def made_table(rng: random.Random, *, is_finite: bool) -> TableEngine:
+    found = TableEngine.random(
         VOCABULARY,
         seed=rng.randrange(1 << 20),
         spread=rng.choice([0.3, 2.0, 40.0]),

@@ -13,7 +13,6 @@ import edgespec
 from bench_table import table_model
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.eagle import EagleDrafter
 from edgespec.drafters.heads import Eagle3Drafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.mapped import MappedSequence, VocabularyMap
@@ -24,7 +23,7 @@ from edgespec.errors import EngineError
 from edgespec.sampling import Sampler
 from edgespec.types import Batch, Logits, TokenIds
 from table_engine import Struck, TableEngine
-from tiny_heads import LAYERS, OpenHead, random_heads
+from tiny_heads import LAYERS, OpenHead, drafter_of, random_heads
 
 VOCABULARY = 10
 OPTIONS = GenerateOptions(max_tokens=40, ignore_eos=True)
@@ -81,18 +80,18 @@ def test_whatever_strikes_a_draft_its_cache_holds_what_it_knows(
 def test_eagle_reads_its_pairs_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = TableEngine.random(VOCABULARY, context_length=64)
     heads = random_heads("eagle", engine, VOCABULARY, draft_vocabulary=VOCABULARY)
-    struck, fresh = (EagleDrafter(heads, VOCABULARY, frozenset()) for _ in range(2))
+    struck, fresh = (drafter_of(heads, VOCABULARY) for _ in range(2))
     rows = np.random.default_rng(0).normal(size=(30, VOCABULARY)).astype(np.float32)
     sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
 
-    def ask(drafter: EagleDrafter, length: int, told: int) -> list[float]:
+    def ask(drafter: Drafter, length: int, told: int) -> list[float]:
         text = np.arange(length, dtype=np.int32) % VOCABULARY
         draft = drafter.draft(DraftRequest(text, 4, sampler, features=rows[length - 1 - told : length - 1]))
         return [*draft.token_ids.tolist(), *(value for each in draft.evidence or () for value in each)]
 
     ask(struck, 10, 9)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):  # behind the layer's pass
-        patched.setattr(struck._scored, "complete", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(struck._head._text.scored, "logits", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))  # type: ignore[attr-defined]
         ask(struck, 12, 2)
     assert ask(struck, 12, 2) == ask(fresh, 12, 2)
     assert ask(struck, 14, 2) == ask(fresh, 14, 2)

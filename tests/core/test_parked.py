@@ -139,14 +139,3 @@ def test_two_conversations_in_turn_are_those_of_fresh_models(engine: Any, drafte
     for result, before in zip(found[2:], found, strict=False):
         assert result.stats.reused_tokens >= len(before.prompt_token_ids) - 1
     assert all(result.stats.reused_tokens == 0 for result in fresh)
-
-
-def test_a_shared_early_exit_does_not_take_another_texts_states() -> None:
-    pytest.importorskip("onnxruntime", reason="the ONNX engine needs onnxruntime")
-    options: dict[str, Any] = {"engine": "onnx", "threads": 1, "exit_layer": 1, "reproducible": True}
-    with edgespec.load("demo", drafter="early-exit", draft_length=4, **options) as model:
-        found, fresh = converse(model, forgets=False), converse(model, forgets=True)
-        assert found[2].stats.accepted_tokens == fresh[2].stats.accepted_tokens > 0
-    assert [each.token_ids for each in found] == [each.token_ids for each in fresh]
-    assert [each.logprobs for each in found] == [each.logprobs for each in fresh]
-    assert found[2].stats.reused_tokens > 30

@@ -1,4 +1,4 @@
-"""The layer of an EAGLE head in ONNX Runtime against numpy's: the same numbers nearly, the same drafts, fewer bytes."""
+"""The layer of an EAGLE head on the kernels against numpy's: pairs in parts and at once, trees, both generations."""
 
 from __future__ import annotations
 
@@ -8,205 +8,175 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from demo import DEMO
-from edgespec.drafters import eagle
-from edgespec.drafters.eagle import EagleDrafter
-from edgespec.drafters.head_layer import NumpyLayer, numpy_layer
-from edgespec.engines.head import HeadLayer, NewPairs, Pairs
-from edgespec.engines.onnx.eagle import FIRST_POSITIONS, OnnxLayer
-from edgespec.errors import EngineError
-from edgespec.formats.head_file import HeadFile, HeadManifest, read_head_file
-from head_tables import request
+from edgespec.engines.file_heads import NEVER, silu
+from edgespec.engines.head import States
+from edgespec.engines.onnx.eagle import EagleHead, load_eagle
+from edgespec.errors import BatchError, CapabilityError
+from edgespec.formats.head_file import HeadFile, HeadManifest, Table, read_head_file
+from edgespec.kernels.library import library_path
+from table_engine import LetterVocabulary
+
+pytestmark = pytest.mark.skipif(library_path() is None, reason="the kernels have not been built")
+COUNT = 14
 
 
-@pytest.fixture(scope="module")
-def heads() -> HeadFile:
-    return read_head_file(DEMO / "heads" / "eagle.npz")
-
-
-def drafter_of(heads: HeadFile) -> EagleDrafter:
-    return EagleDrafter(heads, heads.manifest.vocabulary_size, frozenset())
-
-
-def cosine(first: np.ndarray, second: np.ndarray) -> float:
-    return float((first * second).sum() / (np.linalg.norm(first) * np.linalg.norm(second)))
-
-
-def odd_heads(head_dim: int = 16) -> HeadFile:
-    """Random heads whose widths no group of weights divides."""
+def random_file(width: int, *, generation: int = 1, head_dim: int = 16, **more: Any) -> HeadFile:
+    layers = (1, 2) if generation == 3 else ()
     manifest = HeadManifest(
-        "eagle", 3, 30, 60, "random", "-", heads=2, kv_heads=1, head_dim=head_dim, ffn=22, scale=0.5
+        *("eagle", 3, width, 60, "random", "-"),
+        **{"heads": 2, "kv_heads": 1, "head_dim": head_dim, "ffn": 22, "scale": 0.5, "layers": layers, **more},
+        generation=generation,  # type: ignore[arg-type]
     )
     rng = np.random.default_rng(0)
     arrays = {name: rng.normal(0, 0.2, shape).astype(np.float32) for name, shape in manifest.shapes().items()}
+    arrays |= {name: 1 + arrays[name] for name in arrays if name.endswith("norm")}
+    if generation == 3:
+        arrays["frequencies"] = 1000.0 ** -np.linspace(0, 1, head_dim // 2, dtype=np.float32)
     ids = np.arange(50, dtype=np.int32)
-    vocabulary = rng.normal(0, 0.2, (50, 30)).astype(np.float32)
-    return HeadFile(manifest, arrays, vocabulary, ids, ids[:4], np.zeros((4, 30), np.float32))
+    vocabulary = rng.normal(0, 0.2, (50, width)).astype(np.float32)
+    embedding = Table.of(rng.normal(0, 1, (60, width)).astype(np.float32)) if generation == 3 else None
+    probe = np.zeros((4, manifest.feature_size), np.float32)
+    return HeadFile(manifest, arrays, vocabulary, ids, ids[:4], probe, embedding=embedding)
 
 
-def all_read(layer: HeadLayer, heads: HeadFile, *, is_tree: bool) -> list[np.ndarray]:
-    """Several pairs, single ones behind them, and a few that see the text and some of one another."""
-    rng, pairs = np.random.default_rng(1), Pairs.room(heads.manifest, 40)
-
-    def read(count: int, **asked: Any) -> list[np.ndarray]:
-        states, embedded = rng.standard_normal((2, count, heads.manifest.hidden_size)).astype(np.float32)
-        positions = asked.pop("positions", np.arange(pairs.length, pairs.length + count))
-        return [each.copy() for each in layer.read(pairs, NewPairs(states, embedded, positions, **asked))]
-
-    found = read(6) + read(1) + read(1) + read(3, scored=2) + read(10, scored=2)
-    if is_tree:
-        sees = np.ones((4, pairs.length + 4), bool)
-        sees[:, -4:] = np.eye(4)
-        sees[3, -4] = True
-        found += read(4, positions=np.array([11, 11, 11, 12]), sees=sees, scored=4)
-    return [*found, pairs.keys[:, :, : pairs.length], pairs.values[:, :, : pairs.length]]
+FILES = {
+    "demo": lambda: read_head_file(DEMO / "heads" / "eagle.npz"),
+    "odd widths": lambda: random_file(30),
+    "of a projection": lambda: random_file(64, feature_size=96),
+    "eagle-3": lambda: random_file(30, generation=3, norms_features=True),
+    "eagle-3, normed residual": lambda: random_file(30, generation=3, norms_residual=True),
+}
 
 
-@pytest.mark.parametrize("is_tree", [False, True])
-def test_both_compute_the_same_layer(heads: HeadFile, is_tree: bool) -> None:
-    for given, least in ((heads, 0.999), (odd_heads(), 0.999999)):  # odd widths keep float32
+@pytest.fixture(params=FILES)
+def heads(request: pytest.FixtureRequest) -> HeadFile:
+    return FILES[request.param]()
+
+
+def opened(heads: HeadFile) -> EagleHead:
+    return load_eagle(heads, LetterVocabulary(heads.manifest.vocabulary_size), heads.manifest.layers, threads=1)
+
+
+def normed(x: States, weight: States, epsilon: float) -> States:
+    found: States = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + epsilon) * weight
+    return found
+
+
+def exact(heads: HeadFile, states: States, embedded: States, sees: NDArray[np.bool_]) -> tuple[States, States]:
+    """(states that follow, scores) of pairs that each `sees` [n, n], by the papers' definition."""
+    sizes, arrays, epsilon = heads.manifest, heads.arrays, heads.manifest.norm_eps
+    if sizes.generation == 3:
+        state = normed(states, arrays["state_norm"], epsilon)
+        given = np.concatenate((normed(embedded, arrays["embedding_norm"], epsilon), state), axis=1)
+        x = state if sizes.norms_residual else states
+    else:
+        x = np.concatenate((states, embedded), axis=1) @ arrays["fc"].T
+        given = normed(x, arrays["attention_norm"], epsilon)
+    half = np.arange(0, sizes.head_dim, 2) / sizes.head_dim
+    frequencies = arrays.get("frequencies", sizes.rope_theta**-half)
+    depths = sees.sum(axis=1) - 1  # a pair's position: those before it that it sees
+    cos, sin = (f(depths[:, None] * frequencies)[:, None] for f in (np.cos, np.sin))
+    queries, keys, values = ((given @ arrays[f"{name}_proj"].T).reshape(len(x), -1, sizes.head_dim) for name in "qkv")
+
+    def rotated(y: States) -> States:
+        first, second = np.split(y, 2, axis=-1)
+        return np.concatenate((first * cos - second * sin, first * sin + second * cos), axis=-1)
+
+    queries, keys = rotated(queries), rotated(keys)
+    group = sizes.heads // sizes.kv_heads
+    keys, values = keys.repeat(group, axis=1), values.repeat(group, axis=1)
+    weights = np.einsum("qhd,khd->hqk", queries, keys) / np.sqrt(sizes.head_dim)
+    weights = np.exp(np.where(sees, weights, -np.inf) - np.where(sees, weights, -np.inf).max(axis=2, keepdims=True))
+    weights /= weights.sum(axis=2, keepdims=True)
+    x = x + np.einsum("hqk,khd->qhd", weights, values).reshape(len(x), -1) @ arrays["o_proj"].T
+    inner = normed(x, arrays["mlp_norm"], epsilon)
+    x = x + (silu(inner @ arrays["gate_proj"].T) * (inner @ arrays["up_proj"].T)) @ arrays["down_proj"].T
+    last = normed(x, arrays["norm"], epsilon)
+    return (x if sizes.generation == 3 else last), last @ heads.frequent_rows.T * sizes.scale
+
+
+def cosine(one: States, other: States) -> float:
+    return float((one * other).sum() / np.linalg.norm(one) / np.linalg.norm(other))
+
+
+def test_pairs_and_trees_are_those_of_the_definition(heads: HeadFile) -> None:
+    rng, sizes = np.random.default_rng(1), heads.manifest
+    least = 0.9995 if sizes.hidden_size % 32 else 0.998  # the others' weights and inputs have 8 bits
+    states = rng.standard_normal((COUNT, sizes.hidden_size)).astype(np.float32)
+    ids = heads.token_ids[rng.integers(0, len(heads.token_ids), COUNT)]
+    parents = [-1, 0, 0, 2]
+    sees = np.tri(COUNT, dtype=bool)
+    sees[-3:, -4:] = [[1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+    with closing(opened(heads)) as head:
+        embedded = head._text.embed(ids)
+        wanted_states, wanted = exact(heads, states, embedded, sees)
+        text = COUNT - len(parents)
         found = []
-        for layer in (NumpyLayer(given), OnnxLayer(given, threads=1)):
-            with layer:
-                found.append(all_read(layer, given, is_tree=is_tree))
-        for exact, quantised in zip(*found, strict=True):
-            assert exact.shape == quantised.shape
-            assert cosine(exact, quantised) > least
+        for first, end in ((0, 6), (6, 7), (7, text)):
+            logits, state = head.decode(ids[first:end], states[first:end])
+            found.append((logits[heads.token_ids].copy(), state.copy()))
+        assert head.end == text and (logits[np.setdiff1d(np.arange(len(logits)), heads.token_ids)] == NEVER).all()
+        rows, after = head.branch(ids[text:], states[text:], parents, [1, 3])
+        assert head.end == text
+        for logits, state, at in (
+            *((*each, end - 1) for each, end in zip(found, (6, 7, text), strict=True)),
+            (rows[0][heads.token_ids], after[0], text + 1),
+            (rows[1][heads.token_ids], after[1], text + 3),
+        ):
+            assert cosine(logits, wanted[at]) > least and cosine(state, wanted_states[at]) > least
+        with closing(opened(heads)) as whole:  # a pair's bits do not depend on what is read with it
+            logits, state = whole.decode(ids[:text], states[:text])
+            np.testing.assert_array_equal(logits[heads.token_ids], found[-1][0])
+            np.testing.assert_array_equal(state, found[-1][1])
 
 
-def test_a_window_goes_on_as_if_nothing_had_been_dropped(heads: HeadFile) -> None:
-    """Pairs that are no longer seen may be gone, and the tables of positions grow."""
+def test_states_of_a_target_are_made_as_narrow_as_the_heads() -> None:
     rng = np.random.default_rng(2)
-    states, embedded = rng.standard_normal((2, 12, heads.manifest.hidden_size)).astype(np.float32)
-    places = np.arange(12) + FIRST_POSITIONS - 6
-    with OnnxLayer(heads, threads=1) as layer:
-        whole = Pairs.room(heads.manifest, 40)
-        layer.read(whole, NewPairs(states[:1], embedded[:1], np.zeros(1, np.int64)))  # an empty cache counts from 0
-        for at in range(1, 9):
-            layer.read(whole, NewPairs(states[at : at + 1], embedded[at : at + 1], places[at : at + 1]))
-        kept = Pairs.room(heads.manifest, 7)
-        kept.keys[:, :, :5], kept.values[:, :, :5], kept.length = whole.keys[:, :, 4:9], whole.values[:, :, 4:9], 5
-        sees = np.arange(10)[None] >= 4
-        new = NewPairs(states[9:10], embedded[9:10], places[9:10])
-        expected = [x.copy() for x in layer.read(whole, new._replace(sees=sees))]
-        found = layer.read(kept, new)
-        for one, other in zip(expected, found, strict=True):
-            assert cosine(one, other) > 0.999  # inputs of products are rounded to 8 bits
+    for heads in (FILES["of a projection"](), FILES["eagle-3"]()):
+        sizes, arrays = heads.manifest, heads.arrays
+        features = rng.standard_normal((5, sizes.feature_size)).astype(np.float32)
+        if sizes.generation == 3:
+            read = normed(features[:, : sizes.fused_size], arrays["feature_norm"], sizes.norm_eps) @ arrays["fc"].T
+        else:
+            read = features @ arrays["project"].T
+        with closing(opened(heads)) as head:
+            found = head.encode(features)
+            assert found.shape == (5, sizes.hidden_size) and cosine(found, read) > 0.999
+            with pytest.raises(BatchError, match="features of the shape"):
+                head.encode(features[:, 1:])
 
 
-def test_a_size_of_heads_that_onnx_runtime_refuses_is_read_by_numpy() -> None:
-    assert not OnnxLayer.takes(odd_heads(6))
-    with pytest.raises(EngineError), OnnxLayer(odd_heads(6), threads=1) as layer:
-        all_read(layer, odd_heads(6), is_tree=False)
-    with numpy_layer(odd_heads(6)) as layer:
-        assert all_read(layer, odd_heads(6), is_tree=True)[0].shape == (1, 30)
+def test_texts_share_the_layer_and_have_caches_of_their_own() -> None:
+    heads = FILES["demo"]()
+    rng = np.random.default_rng(3)
+    states = rng.standard_normal((2, 9, heads.manifest.hidden_size)).astype(np.float32)
+    ids = heads.token_ids[rng.integers(0, 4096, (2, 9))]
+    vocabulary = LetterVocabulary(heads.manifest.vocabulary_size)
+    with closing(load_eagle(heads, vocabulary, sequences=2, threads=1)) as one, closing(one.another(1)) as other:
+        alone = [head.decode(ids[n], states[n])[0].copy() for n, head in enumerate((one, other))]
+        for head in (one, other):
+            head.restart(0)
+        for at in range(9):
+            turns = [
+                head.decode(ids[n, at : at + 1], states[n, at : at + 1])[0].copy()
+                for n, head in enumerate((one, other))
+            ]
+        np.testing.assert_array_equal(turns, alone)
 
 
-@pytest.mark.parametrize("branches", [0, 4])
-def test_drafts_are_those_of_numpy(heads: HeadFile, branches: int) -> None:
-    """At the demo's own probe, whose states are real ones."""
-    chosen = []
-    for layer in (None, OnnxLayer(heads, threads=1)):
-        with closing(EagleDrafter(heads, heads.manifest.vocabulary_size, frozenset(), layer=layer)) as drafter:
-            text = np.append(heads.probe_ids, heads.probe_ids[-1])
-            asked = request(text, heads.probe_states)._replace(max_branches=branches)
-            drafts = [drafter.draft(asked), drafter.draft(asked)]  # the second one reads no pair
-            assert list(drafts[0].token_ids) == list(drafts[1].token_ids)
-            chosen.append(list(drafts[0].token_ids))
-    assert chosen[0] == chosen[1]
+def test_rows_are_scaled_as_the_heads_say() -> None:
+    heads = random_file(30)
+    doubled = replace(heads, manifest=replace(heads.manifest, scale=1.0))
+    rows = []
+    for each in (heads, doubled):
+        with closing(opened(each)) as head:
+            rows.append(head.decode(heads.token_ids[:3], np.ones((3, 30), np.float32))[0][:50].copy())
+    np.testing.assert_allclose(2 * rows[0], rows[1], rtol=1e-5)
 
 
-def long_text(heads: HeadFile, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens, and states that are the demo's own in another order, so that no two places look alike."""
-    rng = np.random.default_rng(4)
-    chosen = rng.integers(0, len(heads.probe_ids), count)
-    states = heads.probe_states[chosen] + rng.normal(0, 0.1, (count, heads.probe_states.shape[1])).astype(np.float32)
-    return np.append(heads.probe_ids[chosen], heads.probe_ids[-1]), states
-
-
-def all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eagle, "AT_ONCE", 10_000)
-    monkeypatch.setattr(eagle, "MOST_NEW", 10_000)
-
-
-@pytest.mark.parametrize("at_once", [1, 5, 64])
-def test_a_long_text_is_read_over_several_drafts(
-    heads: HeadFile, monkeypatch: pytest.MonkeyPatch, at_once: int
-) -> None:
-    text, states = long_text(heads, 300)
-    with monkeypatch.context() as patched, closing(drafter_of(heads)) as drafter:
-        patched.setattr(eagle, "AT_ONCE", at_once)
-        patched.setattr(eagle, "MOST_NEW", 2 * at_once)
-        read, first = 0, 270
-        for end in range(first, 301):
-            before, expected = drafter._pairs.length, drafter.num_uncached(text[: end + 1])
-            found = drafter.draft(request(text[: end + 1], states[:end]))
-            assert drafter._pairs.length - before == expected <= 2 * at_once
-            read += expected
-        assert read == min(300, at_once + 30 * (at_once + 1))
-    known = states[300 - read :]  # what was not read yet is not seen either
-    all_at_once(monkeypatch)
-    with closing(drafter_of(heads)) as other:
-        whole = other.draft(request(text, known))
-        assert other._pairs.length == read
-    assert whole.token_ids.tolist() == found.token_ids.tolist()
-    np.testing.assert_allclose(whole.evidence, found.evidence, atol=1e-3)
-
-
-def test_what_is_out_of_sight_goes_and_positions_begin_anew(heads: HeadFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, states = long_text(heads, 400)
-    monkeypatch.setattr(eagle, "WINDOW", 30)
-    largest, dropped = 0, 0
-    with closing(drafter_of(heads)) as drafter:
-        read = drafter._layer.read
-
-        def watched(pairs: Pairs, new: NewPairs) -> Any:
-            nonlocal largest
-            largest = max(largest, int(new.positions.max()))
-            return read(pairs, new)
-
-        monkeypatch.setattr(drafter._layer, "read", watched)
-        for end in range(100, 401):
-            before = drafter._pairs
-            found = drafter.draft(request(text[: end + 1], states[max(end - 30, 0) : end]))
-            if drafter._pairs is not before and end > 100:
-                dropped += 1
-                with monkeypatch.context() as patched, closing(drafter_of(heads)) as other:
-                    all_at_once(patched)
-                    seen = drafter._pairs.length
-                    patched.setattr(eagle, "WINDOW", seen)
-                    afresh = other.draft(request(text[: end + 1], states[end - seen : end]))
-                assert afresh.token_ids.tolist() == found.token_ids.tolist()
-                np.testing.assert_allclose(afresh.evidence, found.evidence, atol=1e-3)
-    assert dropped > 3
-    assert largest < 150
-
-
-def test_a_quantised_layer_takes_less_than_half_of_the_bytes(heads: HeadFile) -> None:
-    in_eight_bits = OnnxLayer(heads, threads=1)
-    drafters = [
-        EagleDrafter(heads, heads.manifest.vocabulary_size, frozenset(), layer=layer) for layer in (None, in_eight_bits)
-    ]
-    exact, quantised = (drafter._layer.num_bytes for drafter in drafters)
-    vocabulary = heads.vocabulary.nbytes  # which numpy's layer shares with the drafter
-    tables = sum(table.nbytes for table in in_eight_bits._tables)  # of positions, which numpy computes
-    assert quantised - tables < 0.42 * (exact + vocabulary)
-    assert quantised < drafters[1].bytes_used < 0.65 * drafters[0].bytes_used + tables
-    for drafter in drafters:
-        drafter.close()
-
-
-def test_a_failure_of_the_library_is_translated(heads: HeadFile) -> None:
-    rows, pairs = np.zeros((1, heads.manifest.hidden_size), np.float32), Pairs.room(heads.manifest, 1)
-    with OnnxLayer(heads, threads=1) as layer:
-        layer.read(pairs, NewPairs(rows, rows, np.zeros(1, np.int64)))
-        with pytest.raises(EngineError):
-            layer.read(pairs, NewPairs(rows, rows, np.ones(1, np.int64)))  # no room
-        assert pairs.length == 1
-
-
-def test_rows_are_scaled_as_the_heads_say(heads: HeadFile) -> None:
-    doubled = replace(heads, manifest=replace(heads.manifest, scale=2 * heads.manifest.scale))
-    once, twice = (all_read(OnnxLayer(each, threads=1), heads, is_tree=False)[1] for each in (heads, doubled))
-    assert np.allclose(2 * once, twice, rtol=1e-4, atol=1e-4)
+def test_a_size_that_the_kernels_lack_is_named() -> None:
+    with pytest.raises(CapabilityError, match="24 values in a head of attention; allowed: multiples of 16"):
+        opened(random_file(32, head_dim=24))

@@ -18,9 +18,7 @@ from edgespec.control.base import FixedLength, Proposal
 from edgespec.control.cost import CostCurve
 from edgespec.control.prices import RunCosts, path_products
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.eagle import EagleDrafter
 from edgespec.drafters.growth import MAX_ROW_COST, evidence_of
-from edgespec.drafters.medusa import MedusaDrafter
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import autoregressive, speculative
@@ -129,15 +127,15 @@ def test_medusas_children_depend_on_depth_and_on_penalties_alone(
 ) -> None:
     """A head knows no path: at one depth all races are one, and the target runs the same."""
     drafter = drafter_of(random_heads("medusa", tiny_engine, HIDDEN), TOKENS)
-    assert isinstance(drafter, MedusaDrafter)
     sampling = Sampling(temperature=temperature, presence_penalty=presence_penalty, seed=1)
     asked = tree_request(33, branches=16, sampler=Sampler(sampling, TOKENS))
     text, states = texts()
-    scores = drafter.scores(drafter._predicted(states[-1], text[-1:], drafter.depth))
+    drafter._head.inject(states[-1:])
+    rows, _ = drafter._head.block(int(text[-1]))
     rankings: dict[int, set[tuple[int, ...]]] = {}
     for path, children in paths(drafter.draft(asked)):
         told = np.append(text, np.array(path, np.int32))
-        arrived = arrivals(asked.sampler, drafter.row(scores[len(path)]), told)
+        arrived = arrivals(asked.sampler, rows[len(path)], told)
         assert children == arrived[: len(children)]
         rankings.setdefault(len(path), set()).add(tuple(arrived[:8]))
     assert sorted(rankings) == [0, 1, 2]
@@ -157,13 +155,11 @@ def test_eagle_looks_at_the_text_and_a_nodes_own_path(tiny_engine: LlamaCppEngin
     draft = drafter.draft(asked)
     compared = 0
     for path, children in paths(draft):
-        twin, told, known = drafter_of(heads, TOKENS), text, states
-        assert isinstance(twin, EagleDrafter)
-        predicted, scores = twin._catch_up(told, known, len(path))
+        twin, told = drafter_of(heads, TOKENS)._head, text
+        row, predicted = twin.decode(text[1:], states)
         for token_id in path:
-            told, known = np.append(told, np.int32(token_id)), np.vstack((known, predicted))
-            predicted, scores = twin._catch_up(told, known, len(path))
-        row = twin.row(scores)
+            told = np.append(told, np.int32(token_id))
+            row, predicted = twin.decode(told[-1:], predicted[None].copy())
         assert children == arrivals(asked.sampler, row, told)[: len(children)]
         law = asked.sampler.distribution(row, told)
         evidence = evidence_of(row, law.prob_of(children[0]), asked.sampler.race(law, told.size)[1])
@@ -209,11 +205,9 @@ def test_nothing_follows_an_end_token_and_nothing_comes_of_no_state(tiny_engine:
 def test_an_error_inside_a_tree_leaves_no_trace(tiny_engine: LlamaCppEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = random_heads("eagle", tiny_engine, HIDDEN)
     drafter, asked = drafter_of(heads, TOKENS), tree_request(16, 0.9)
-    assert isinstance(drafter, EagleDrafter)
     expected = drafter.draft(asked)
     with monkeypatch.context() as patch:
-        read = drafter._read
-        patch.setattr(drafter, "_read", lambda new: 1 / 0 if new.sees is not None else read(new))
+        patch.setattr(drafter._head, "branch", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             drafter.draft(asked)
     again = drafter.draft(asked)

@@ -22,8 +22,7 @@ import edgespec
 from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.eagle import AT_ONCE, EagleDrafter
-from edgespec.drafters.states import one_blas_thread
+from edgespec.engines.file_heads import one_blas_thread
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
 from edgespec.formats.head_file import read_head_file, write_head_file
@@ -82,25 +81,17 @@ def test_eagle_reads_a_text_in_parts_as_at_once(tiny_engine: Any, steps: tuple[i
         found = drafter.draft(request(text[: length + 1], states[:length], temperature=0.9))
     afresh = drafter_of(heads, 299).draft(request(text[: length + 1], states[:length], temperature=0.9))
     assert found.token_ids.tolist() == afresh.token_ids.tolist()
-    np.testing.assert_allclose(found.evidence, afresh.evidence, atol=1e-4)
+    assert found.evidence == afresh.evidence
 
 
-def test_eagle_forgets_what_is_far_and_what_it_predicted(tiny_engine: Any) -> None:
-    heads = random_heads("eagle", tiny_engine, 64)
-    drafter = drafter_of(heads, 299)
-    assert isinstance(drafter, EagleDrafter)
+def test_eagle_reads_the_end_of_a_long_prompt_only(tiny_engine: Any) -> None:
+    drafter = drafter_of(random_heads("eagle", tiny_engine, 64), 299)
     rng = np.random.default_rng(3)
-    states, text = rng.standard_normal((256, 64)).astype(np.float32), rng.integers(0, 299, 4000).astype(np.int32)
-    drafter.begin(text[:1])
-    sizes = []
-    for length in range(300, 3900, 50):
+    states, text = rng.standard_normal((512, 64)).astype(np.float32), rng.integers(0, 299, 4000).astype(np.int32)
+    for length, start in ((2000, 1744), (2001, 1744), (2300, 2044), (3990, 3734)):  # the third time too much is new
+        assert drafter.num_uncached(text[: length + 1]) == (2 if length == 2001 else 256)
         drafter.draft(request(text[: length + 1], states))
-        sizes.append(drafter.bytes_used)
-        if length >= 450:  # by then it has read all that it can see
-            assert drafter.num_uncached(text[: length + 1]) == 0
-            assert drafter.num_uncached(text[: length + 4]) == 3
-    assert len(set(sizes[30:])) == 1  # bounded, whatever the length of the text
-    assert drafter.num_uncached(text) == AT_ONCE
+        assert drafter._head.start == start
 
 
 def test_a_draft_ends_with_the_text_and_where_no_state_is_known(tiny_engine: Any) -> None:
@@ -128,20 +119,19 @@ def test_medusa_drafts_no_more_than_it_has_heads(tiny_engine: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_narrower_than_the_states_draft_from_their_projection(kind: str, tiny_engine: Any) -> None:
     heads = random_heads(kind, tiny_engine, 64)
-    project = np.random.default_rng(1).normal(0, 0.1, (64, 160)).astype(np.float32)
+    project = np.random.default_rng(1).normal(0, 0.1, (64, 150)).astype(np.float32)  # a width that keeps float32
     wide = replace(
-        heads, manifest=replace(heads.manifest, feature_size=160), arrays={**heads.arrays, "project": project}
+        heads, manifest=replace(heads.manifest, feature_size=150), arrays={**heads.arrays, "project": project}
     )
     rng = np.random.default_rng(3)
-    states, text = rng.standard_normal((40, 160)).astype(np.float32), rng.integers(0, 299, 41).astype(np.int32)
+    states, text = rng.standard_normal((40, 150)).astype(np.float32), rng.integers(0, 299, 41).astype(np.int32)
     drafters = drafter_of(heads, 299), drafter_of(wide, 299)
-    assert drafters[1].bytes_used == drafters[0].bytes_used + project.nbytes
     for length in (4, 5, 21, 40):
         given = text[: length + 1]
         ours = drafters[0].draft(request(given, states[:length] @ project.T, most=3, temperature=0.9))
         theirs = drafters[1].draft(request(given, states[:length], most=3, temperature=0.9))
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
-        np.testing.assert_allclose(ours.evidence, theirs.evidence, atol=1e-4)
+        np.testing.assert_allclose(ours.evidence, theirs.evidence, atol=0.01)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -353,16 +343,6 @@ def assert_same_text(model: edgespec.Model, drafters: tuple[Any, ...]) -> None:
             assert found.reproducible
 
 
-def test_a_target_that_ends_early_on_onnx_runtime_has_no_heads(with_little_heads: Path) -> None:
-    pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
-    options = {"engine": "onnx", "exit_layer": 3, "threads": TEST_THREADS, "reproducible": False}
-    with edgespec.load(str(with_little_heads), **options) as model:
-        assert "early-exit" in model.drafter_names
-        assert not {"eagle", "medusa"} & set(model.drafter_names)
-    with pytest.raises(CapabilityError, match=r"leave out heads=.* or exit_layer="):
-        edgespec.load("demo", heads=with_little_heads / "eagle.npz", **options)
-
-
 def archive(*entries: tuple[str, bytes], flags: int = 0, method: int = 0) -> bytes:
     """A zip file whose directory and entries claim these flags and this compression."""
     made = io.BytesIO()
@@ -416,14 +396,14 @@ def test_heads_read_the_inputs_of_their_layers_among_those_given() -> None:
     heads = replace(plain, manifest=manifest, arrays={**plain.arrays, "project": project})
     rng = np.random.default_rng(0)
     third, fifth, seventh, last = 10 * rng.standard_normal((4, 6, size)).astype(np.float32)
-    own = drafter_of(heads, VOCABULARY, (3, 7)).read(np.concatenate((third, seventh, last), axis=1))
+    own = drafter_of(heads, VOCABULARY, (3, 7))._head.encode(np.concatenate((third, seventh, last), axis=1))
     given = np.concatenate((third, fifth, seventh, last), axis=1)
     kept = given.copy()
-    np.testing.assert_array_equal(drafter_of(heads, VOCABULARY, (3, 5, 7)).read(given), own)
+    np.testing.assert_array_equal(drafter_of(heads, VOCABULARY, (3, 5, 7))._head.encode(given), own)
     np.testing.assert_array_equal(given, kept)  # which other heads read too
     # inputs of layers count by their direction, the last state as it is
     scaled = np.concatenate((3 * third, 5 * seventh, last), axis=1)
-    np.testing.assert_allclose(drafter_of(heads, VOCABULARY, (3, 7)).read(scaled), own, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(drafter_of(heads, VOCABULARY, (3, 7))._head.encode(scaled), own, rtol=1e-4, atol=1e-4)
     expected = last.copy()
     expected[:, 0] += 0.5 * third[:, 0] / np.sqrt((third**2).mean(1))
     expected[:, 1] += 0.5 * seventh[:, 0] / np.sqrt((seventh**2).mean(1))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.drafters.states import FIRST_ROOM, ScoredTokens
+from edgespec.engines.file_heads import FIRST_ROOM, ScoredTokens
 from edgespec.errors import ModelFileError
 from edgespec.formats.head_file import HeadFile, HeadManifest, read_head_file, write_head_file
 from head_tables import KINDS, VOCABULARY, request, table, with_features
@@ -31,7 +31,7 @@ def cut_heads(num_frequent: int = 8) -> HeadFile:
 
 def logits_of(scored: ScoredTokens, heads: HeadFile, states: np.ndarray) -> np.ndarray:
     frequent = (states @ heads.frequent_rows.T) * np.float32(heads.manifest.scale)
-    return scored.row(scored.complete(states, frequent)[0]).copy()
+    return scored.logits(states, frequent)[0].copy()
 
 
 def test_a_token_is_scored_from_its_first_occurrence_on() -> None:

@@ -77,12 +77,6 @@ def test_only_what_computes_attention_changes(onnx_path):
     assert devices.adapted(exported, "cpu", 64) is exported and devices.adapted(exported, "webgpu", 64) is exported
 
 
-def test_an_int8_cache_stays_one(onnx_path):
-    with load(onnx_path) as exported, load_half(onnx_path, cache_type_k="int8") as engine:
-        assert engine.facts.kv_bytes_per_token * 4 == exported.facts.kv_bytes_per_token
-        assert difference(scored(engine), scored(exported)) < 2 * CODES
-
-
 @pytest.mark.parametrize("size", [12, 320])
 def test_heads_that_the_attention_does_not_take_are_named(onnx_path, size):
     with pytest.raises(CapabilityError, match=rf"at most 256 values, in multiples of 8.* have {size}"):
@@ -106,18 +100,6 @@ def test_texts_are_those_without_drafts(model, temperature, request):
     assert sum(each.stats.drafted_tokens for each in drafted) > 0
     assert [each.token_ids for each in drafted] == [plain.token_ids] * 2
     assert [each.logprobs for each in drafted] == [plain.logprobs] * 2
-
-
-def test_a_graph_that_is_cut_is_adapted_in_all_parts(onnx_path):
-    with load(onnx_path, exit_layer=4) as exported, load_half(onnx_path, exit_layer=4) as engine:
-        assert engine.facts.kv_bytes_per_token * 2 == exported.facts.kv_bytes_per_token
-        assert difference(scored(engine), scored(exported)) < CODES
-        drafts = []
-        for each in (exported, engine):
-            exit = each.early_exit()
-            assert exit.follow(IDS[:50]) == 48
-            drafts.append(exit.feed(IDS[48:50]).copy())
-        assert difference(drafts[1], drafts[0]) < CODES
 
 
 def test_a_plan_for_cuda_counts_two_bytes_of_a_value(onnx_path):

@@ -49,9 +49,15 @@ def test_reproducible_texts_do_not_depend_on_what_runs_beside_them(
     assert drafter == "none" or sum(result.stats.drafted_tokens for result in found) > 0
 
 
-@pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
-def test_fastest_mode_shares_passes(engine: Any) -> None:
-    with opened(engine, reproducible=False, parallel=3) as model:
+def test_texts_of_a_stock_export_take_turns() -> None:
+    with opened("onnx", parallel=2) as model:
+        assert not model.target.facts.can_pack
+        texts = model.generate_all(PROMPTS[:2], Sampling(), OPTIONS)
+        assert all(result.stats.new_tokens == OPTIONS.max_tokens for result in texts)
+
+
+def test_fastest_mode_shares_passes() -> None:
+    with opened("llamacpp", reproducible=False, parallel=3) as model:
         assert model.target.facts.can_pack
         passes: list[int] = []
         forward = model.target.forward

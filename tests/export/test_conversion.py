@@ -44,7 +44,7 @@ def test_a_pair_is_made_and_says_what_the_model_says(source: Path, draft: Path, 
         source = shutil.copytree(FOLDER, tmp_path / "Demo-8M")
         (source / "README.md").write_text("---\nlicense: cc-by-sa-4.0\n---\n# Demo\n")
         (source / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20}')
-    result = export(source, tmp_path / "pair", "--quant", "w8a8", "--draft", str(draft))
+    result = export(source, tmp_path / "pair", "--quant", "int8", "--draft", str(draft))
     assert result.exit_code == 0, result.output
     assert "check target onnx: top-1 agreement 100.0%" in result.stdout
     assert result.stdout.splitlines()[-2] == "compared with llama.cpp on the same weights"
@@ -56,7 +56,7 @@ def test_a_pair_is_made_and_says_what_the_model_says(source: Path, draft: Path, 
         assert (pair.name, pair.licence) == ("Demo-8M", "cc-by-sa-4.0")
         assert pair.recommended == {"temperature": 0.6, "top_k": 20}
     else:
-        assert pair.name == "demo-target-q8_0-w8a8"
+        assert pair.name == "demo-target-q8_0-int8"
         assert pair.figures["made_of"]["draft"] == {"file": draft.name, "bytes": draft.stat().st_size}
     assert str(tmp_path) not in (tmp_path / "pair" / "manifest.toml").read_text()
     assert {path.name for path in tmp_path.iterdir()} <= {"Demo-8M", "pair"}
@@ -92,13 +92,13 @@ def test_what_only_optimum_knows_is_said(tmp_path: Path):
 @NEEDS_LLAMA
 def test_what_a_type_loses_is_told_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     usual = limits_of
-    monkeypatch.setattr(pairs, "limits_of", lambda q: Limits(None, 1.0, 1e-4 if q == "w8a8" else 1e-5))
-    result = export(FILE, tmp_path / "pair", "--quant", "w8a8")
+    monkeypatch.setattr(pairs, "limits_of", lambda q: Limits(None, 1.0, 1e-4 if q == "int8" else 1e-5))
+    result = export(FILE, tmp_path / "pair", "--quant", "int8")
     assert result.exit_code == 0, result.output
-    assert "target: onnx w8a8 loses more of this model than of most: mean KL is" in result.stderr
+    assert "target: onnx int8 loses more of this model than of most: mean KL is" in result.stderr
     figures = read_pair(tmp_path / "pair").figures["check"]
     assert figures["reference"] == "llama.cpp on the same weights"
-    assert 1e-4 < figures["target"]["onnx"]["mean_kl"] < usual("w8a8").max_kl
+    assert 1e-4 < figures["target"]["onnx"]["mean_kl"] < usual("int8").max_kl
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,10 @@ def test_quantisations_are_sorted_by_the_format_that_knows_them():
     assert parse_quants("--quant", ["onnx=q8_0"], both) == {"onnx": "q8_0"}
 
 
-def test_a_draft_takes_the_type_that_serves_it():
-    wanted = ExportRequest("a", Path("b"), {"onnx": "w8a8", "gguf": "q8_0"}, draft="c")
-    assert wanted.quant_of("target", "onnx") == "w8a8"
-    assert (wanted.quant_of("draft", "onnx"), wanted.quant_of("draft", "gguf")) == ("int8", "q8_0")
-    asked = ExportRequest("a", Path("b"), {"onnx": "w8a8"}, draft="c", draft_quants={"onnx": "w8a8"})
-    assert asked.quant_of("draft", "onnx") == "w8a8"
+def test_a_draft_takes_the_targets_type_unless_another_is_given():
+    asked = ExportRequest("a", Path("b"), {"onnx": "int4", "gguf": "q8_0"}, draft="c", draft_quants={"onnx": "int8"})
+    assert (asked.quant_of("target", "onnx"), asked.quant_of("draft", "onnx")) == ("int4", "int8")
+    assert asked.quant_of("draft", "gguf") == "q8_0"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +54,7 @@ def test_a_draft_takes_the_type_that_serves_it():
         ({"draft_quants": {"gguf": "f16"}}, "there is no draft"),
         ({"exporter": "magic"}, "allowed: edgespec"),
         ({"exporter": "optimum"}, "is for ONNX"),
-        ({"quants": {"onnx": "w8a8"}, "exporter": "optimum"}, "does not write w8a8"),
+        ({"quants": {"onnx": "q8_0"}, "exporter": "optimum"}, "does not write q8_0"),
         ({"threads": 0}, "1 or more"),
     ],
 )
@@ -95,7 +93,7 @@ def test_every_output_and_temporary_file_is_planned():
     assert rounded.temporary_bytes == 2 * 8_131_328  # a 16-bit file stands between
     both = needs(quants={"gguf": "q8_0", "onnx": "int8"})
     assert both.output_bytes > 2 * straight.output_bytes
-    written = needs(quants={"onnx": "w8a8"}, check=False)
+    written = needs(quants={"onnx": "int8"}, check=False)
     assert written.temporary_bytes == (TARGET / "model.safetensors").stat().st_size  # the weights as a GGUF
     whole = needs(quants={"onnx": "int8"}, exporter="optimum")
     assert whole.temporary_bytes >= 4 * 8_131_328  # a float32 graph stands between
@@ -352,5 +350,4 @@ def test_every_quantisation_has_limits_that_widen_with_rounding():
     assert [one.max_kl for one in limits] == sorted(one.max_kl for one in limits)
     assert [one.min_agreement for one in limits] == sorted((one.min_agreement for one in limits), reverse=True)
     assert limits_of("int8") == limits_of("q8_0")
-    assert limits_of("w8a8") == limits_of("q5_k_m")
     assert limits_of("int4") == limits_of("q4_0") == limits_of("iq4_nl")

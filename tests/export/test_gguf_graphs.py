@@ -33,7 +33,7 @@ from edgespec.export.reference import check_round_trip
 from edgespec.export.request import GROUP_SIZES
 from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.onnx.forms import quantise_blocks
-from edgespec.formats.onnx.llama_config import WRITABLE, LlamaConfig
+from edgespec.formats.onnx.llama_config import WRITABLE
 from edgespec.installation import has_engine
 from edgespec.types import Batch
 from tiny_checkpoints import CASES as SETTINGS
@@ -72,7 +72,7 @@ def test_other_types_lose_little(case: str, tiny: Callable[[str], Path], tmp_pat
     assert {quant: losses[quant] < limit for quant, limit in LOSSES.items()} == dict.fromkeys(LOSSES, True), losses
 
 
-LOSSES = {"int8": 0.006, "w8a8": 0.012, "int4": 0.6}
+LOSSES = {"int8": 0.006, "int4": 0.6}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_an_int8_graph_is_that_of_the_demo(tmp_path: Path, monkeypatch: pytest.M
     assert size < 1.1 * sum(file.stat().st_size for file in (DEMO / "onnx/target").glob("model.onnx*"))
 
 
-@pytest.mark.parametrize("quant", ["w8a8", "int8", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("quant", ["int8", "Q4_0", "Q4_1"])
 def test_reproducible_mode_holds_on_a_written_graph(quant: str, tmp_path: Path):
     """Rows of one pass have the bits of passes of two rows."""
     source, kind = DEMO / "demo-target-q8_0.gguf", quant
@@ -252,15 +252,11 @@ def test_a_type_that_no_graph_has_is_refused(tmp_path: Path, tiny_path: Path):
         graph(tiny_path, tmp_path / "other", "fp16")
 
 
-def test_the_configuration_tells_what_the_graph_is(tiny: Callable[[str], Path], tmp_path: Path):
-    """Readers of config.json take a plain Llama for one, and nothing else."""
+def test_the_configuration_tells_what_the_graph_is(tiny: Callable[[str], Path]):
     shipped = json.loads((DEMO / "onnx" / "target" / "config.json").read_text(encoding="utf-8"))
     plain = open_gguf(DEMO / "demo-target-q8_0.gguf").hub_config()
-    assert plain["rms_norm_eps"] == pytest.approx(shipped["rms_norm_eps"])  # the file has 32 bits of it
-    assert LlamaConfig.from_hub(plain | {"rms_norm_eps": shipped["rms_norm_eps"]}) == LlamaConfig.from_hub(shipped)
-    for case, said in (("llama", "attention_bias, mlp_bias"), ("qwen3", "only a Llama"), ("gemma3", "only a Llama")):
-        with pytest.raises(ModelFileError, match=said):
-            LlamaConfig.from_hub(open_gguf(tiny(case)).hub_config())
+    same = ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "vocab_size", "tie_word_embeddings")
+    assert {name: plain[name] for name in same} == {name: shipped[name] for name in same}
     gemma = open_gguf(tiny("gemma3")).hub_config()
     assert gemma["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
     assert (gemma["sliding_window"], gemma["rope_scaling"]["divisors"][0]) == (6, 4.0)

@@ -57,7 +57,7 @@ def test_a_whole_file_outranks_an_old_index(tmp_path: Path, has_shards: bool):
         for path in folder.glob("model-*.safetensors"):
             path.unlink()
     shutil.copy(whole / "model.safetensors", folder)
-    ours, theirs = (graph(each, tmp_path / f"made-{each.name}", "w8a8") for each in (folder, whole))
+    ours, theirs = (graph(each, tmp_path / f"made-{each.name}", "int8") for each in (folder, whole))
     assert (ours.parent / DATA).read_bytes() == (theirs.parent / DATA).read_bytes()
 
 

@@ -20,10 +20,8 @@ from edgespec.engines.onnx import graph as graphs
 from edgespec.engines.onnx.footprint import footprint
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.export.onnx import writer
-from edgespec.export.onnx.writer import open_gguf
 from edgespec.formats.manifest import read_pair
 from edgespec.formats.onnx import DATA
-from edgespec.formats.onnx.llama import rotary_bytes
 from edgespec.formats.onnx.tiles import DOMAIN, LAYOUT_VERSION
 from edgespec.installation import has_engine
 from edgespec.kernels.library import library_path
@@ -79,9 +77,7 @@ def test_a_pair_runs_and_its_plan_counts_the_mapped_file(source: Path, tmp_path:
     assert pair.figures["check"]["target"]["onnx"]["mean_kl"] < 0.005
     assert answer(tmp_path / "pair")["text"] == answer(TARGET)["text"]
     files = pair.target.stat().st_size + len(data_of(pair.target))
-    whole, half = (footprint(pair.target, ModelUse(context_length=length)).mapped for length in (2048, 1024))
-    assert whole == files
-    assert whole - half == pytest.approx(rotary_bytes(open_gguf(TARGET).config) / 2, rel=0.1)
+    assert footprint(pair.target, ModelUse(context_length=2048)).mapped == files
     with edgespec.load(tmp_path / "pair") as runtime:
         assert runtime.reproducible
 

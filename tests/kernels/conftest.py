@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import tiled
 from edgespec.kernels import tiles
 from edgespec.kernels.library import library_path
 
@@ -17,10 +18,10 @@ def path_in_use() -> Iterator[str]:
         pytest.skip("the kernels have not been built")
     path = tiles.path()
     yield path
-    assert tiles.choose_path(path)
+    assert tiled.choose_path(path)
 
 
 @pytest.fixture
 def paths() -> list[str]:
     """Instruction sets that this processor has."""
-    return [path for path in PATHS if tiles.choose_path(path)]
+    return [path for path in PATHS if tiled.choose_path(path)]

@@ -8,8 +8,9 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
 
+import tiled
 from edgespec.kernels import tiles
-from edgespec.kernels.cache import CHUNK, KernelCache, cache_bytes
+from edgespec.kernels.memory import CHUNK, KernelCache, cache_bytes
 from tiled import Floats, bits, node, session
 
 HEADS, KV_HEADS, SIZE, SLOTS, CHUNKS = 6, 2, 64, 3, 3
@@ -214,14 +215,14 @@ def model_after(kind: str, window: int, base: int) -> Model:
 def test_all_paths_give_the_same_bits_and_caches(kind: str) -> None:
     before, found = tiles.path(), []
     try:
-        for path in filter(tiles.choose_path, PATHS):
+        for path in filter(tiled.choose_path, PATHS):
             for variant in VARIANTS:
                 model = Model(kind, **variant)
                 model.texts *= 10.0 ** np.random.default_rng(0).uniform(-6, 1, (SLOTS, LENGTH, 1)).astype(np.float32)
                 parts = [model.chain(0, 0, 250), model.chain(0, 250, 257), model.chain(0, 257, 300)]
                 found.append((path, str(variant), bits(np.concatenate(parts)), model.memory.copy()))
     finally:
-        tiles.choose_path(before)
+        tiled.choose_path(before)
     for path, variant, result, memory in found:
         first = next(each for each in found if each[1] == variant)
         np.testing.assert_array_equal(memory, first[3], err_msg=f"{path} {variant}")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto
 
+import tiled
 from edgespec.kernels import tiles
 from tiled import Bytes, Floats, bits, node, packed, random_rows, session
 
@@ -110,7 +111,7 @@ def test_a_row_has_the_same_bits_beside_any_others_on_every_path(
     wanted = model.session().run(None, given)[0]
     assert np.isnan(wanted[[3, 7]]).any(axis=1).all() and not np.isnan(np.delete(wanted, [3, 7], axis=0)).any()
     for path in paths:
-        assert tiles.choose_path(path)
+        assert tiled.choose_path(path)
         for threads in (1, 3):
             found = model.session(threads)
             for start, count in ((0, 1), (1, 9), (8, 2), (11, 70), (40, 17), (500, 30), (100, 600)):

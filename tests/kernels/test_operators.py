@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto
 
+import tiled
 from edgespec.kernels import tiles
 from tiled import Bytes, Floats, bits, dequantised, node, packed, random_rows, session
 
@@ -26,7 +27,7 @@ def weights() -> dict[str, Bytes | Floats]:
 def direct(weights: dict[str, Bytes | Floats], x: Floats) -> Floats:
     ends = np.cumsum(OUTPUTS)[:-1]
     parts = zip(KINDS, OUTPUTS, np.split(weights["bias"], ends), strict=True)
-    return np.concatenate([tiles.product(k, weights[f"w{i}"], n, x, b) for i, (k, n, b) in enumerate(parts)], 1)
+    return np.concatenate([tiled.product(k, weights[f"w{i}"], n, x, b) for i, (k, n, b) in enumerate(parts)], 1)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -68,7 +69,7 @@ def test_an_enormous_value_does_not_cost_its_block_the_small_ones(kind: str, pat
     got = model.run(None, {"x": x})[0]
     assert np.abs(got - x @ matrix)[uneven].mean() < even_error
     for path in paths:
-        assert tiles.choose_path(path)
+        assert tiled.choose_path(path)
         alone = [model.run(None, {"x": x[row : row + 1]})[0] for row in uneven[:5]]
         np.testing.assert_array_equal(bits(np.concatenate(alone)), bits(got[uneven[:5]]))
 
@@ -78,7 +79,7 @@ def test_weights_and_bias_may_be_inputs_and_left_out(weights: dict[str, Bytes | 
     model = session([product], X | {"w0": TensorProto.UINT8}, ["y"], {})
     x = np.ones((1, INPUTS), np.float32)
     got = model.run(None, {"x": x, "w0": weights["w0"]})[0]
-    np.testing.assert_array_equal(bits(got), bits(tiles.product("Q4_K", weights["w0"], 200, x)))
+    np.testing.assert_array_equal(bits(got), bits(tiled.product("Q4_K", weights["w0"], 200, x)))
     with pytest.raises(Exception, match=f"w0 has {weights['w0'].size - 1} bytes, its type and size need"):
         model.run(None, {"x": x, "w0": weights["w0"][1:]})
     with pytest.raises(Exception, match="x has 256 inputs, expected 512"):
@@ -153,4 +154,4 @@ def test_what_codes_leave_of_a_row_adds_nothing_to_its_products_with_floats() ->
                     ["z"], tile)  # fmt: skip
     x = rng.standard_normal((3, 64)).astype(np.float32)
     x[:, 5] = 900
-    np.testing.assert_array_equal(bits(model.run(None, {"x": x})[0]), bits(tiles.product("F16", tile["w1"], 16, x)))
+    np.testing.assert_array_equal(bits(model.run(None, {"x": x})[0]), bits(tiled.product("F16", tile["w1"], 16, x)))

@@ -7,8 +7,9 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
 
+import tiled
 from edgespec.kernels import tiles
-from edgespec.kernels.states import NO_FLOOR, KernelStates, StateSizes, states_bytes
+from edgespec.kernels.memory import NO_FLOOR, KernelStates, StateSizes, states_bytes
 from tiled import Floats, bits, node, session
 
 PATHS = ("avx512-vnni", "avx-vnni", "avx2", "neon-i8mm", "neon-dot", "portable")
@@ -229,14 +230,14 @@ def test_a_text_begins_anew(alone: list[Floats]) -> None:
 def test_all_paths_give_the_same_bits_and_states() -> None:
     before, found = tiles.path(), []
     try:
-        for path in filter(tiles.choose_path, PATHS):
+        for path in filter(tiled.choose_path, PATHS):
             model = Model()
             for texts in model.texts.values():
                 texts *= 10.0 ** np.random.default_rng(0).uniform(-6, 1, (SLOTS, LENGTH, 1)).astype(np.float32)
             parts = [model.chain(0, 0, 70), model.chain(0, 70, 75), model.chain(0, 72, 80)]
             found.append((path, bits(np.concatenate(parts)), model.memory.copy()))
     finally:
-        tiles.choose_path(before)
+        tiled.choose_path(before)
     for path, result, memory in found:
         np.testing.assert_array_equal(result, found[0][1], err_msg=path)
         np.testing.assert_array_equal(memory, found[0][2], err_msg=path)

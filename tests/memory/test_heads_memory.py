@@ -9,7 +9,7 @@ import edgespec
 from demo import DEMO
 from edgespec import GenerateOptions
 from edgespec.config.options import LoadOptions
-from edgespec.drafters.eagle import EagleDrafter
+from edgespec.drafters.heads import EagleDrafter
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.plan import heads_bytes, planned
 
@@ -51,5 +51,4 @@ def test_a_long_answer_takes_what_was_planned() -> None:
         assert stats.drafted_tokens
         (drafter,) = (each for each in model._pool.drafters.values() if isinstance(each, EagleDrafter))
         used = drafter.bytes_used
-    states = 2 * 512 * 256 * 4
-    assert used + states <= planned(options, resolve_pair(options)).heads
+    assert used <= planned(options, resolve_pair(options)).heads

@@ -34,8 +34,9 @@ def kept_of(found: Fitted) -> Kept:
 
 
 def all_choices(given: dict[str, Any], pair: ModelPair) -> Iterator[tuple[LoadOptions, ModelPair]]:
-    kind = "int8" if pair.files["target"].engine == "onnx" else "q8_0"
-    caches: tuple[dict[str, Any], ...] = {}, {"cache_type_k": kind, "cache_type_v": kind}
+    caches: tuple[dict[str, Any], ...] = {}, {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}
+    if pair.files["target"].engine == "onnx":
+        caches = ({},)
     for context, cache, is_alone in itertools.product(CONTEXTS, caches, (False, True)):
         options = LoadOptions(**{**given, "context_length": context, **cache})
         yield without_drafts(options, pair) if is_alone else (options, pair)

@@ -52,7 +52,7 @@ def plan_of(**options: Any) -> Plan:
         {"engine": "llamacpp"},
         {"engine": "llamacpp", "drafter": "none", "cache_type_k": "q8_0", "cache_type_v": "q8_0"},
         {"engine": "onnx"},
-        {"engine": "onnx", "drafter": "none", "cache_type_k": "int8", "cache_type_v": "int8"},
+        {"engine": "auto", "drafter": "none", "cache_type_k": "q8_0", "cache_type_v": "q8_0"},
     ],
 )
 def test_a_child_takes_what_was_planned(options: dict[str, Any]) -> None:
@@ -78,12 +78,11 @@ def test_the_parts_add_up_and_follow_the_options() -> None:
     assert alone.own_bytes < whole.own_bytes
 
 
-def test_a_cache_of_bytes_takes_about_half_and_a_quarter() -> None:
-    for engine, kind, share in (("llamacpp", "q8_0", 17 / 32), ("onnx", "int8", 1 / 4)):
-        plain, small = (
-            plan_of(engine=engine, cache_type_k=each, cache_type_v=each).models[0].footprint for each in (None, kind)
-        )
-        assert small.cache == pytest.approx(share * plain.cache, rel=0.01)
+def test_a_cache_of_bytes_takes_about_half() -> None:
+    plain, small = (
+        plan_of(engine="llamacpp", cache_type_k=kind, cache_type_v=kind).models[0].footprint for kind in (None, "q8_0")
+    )
+    assert small.cache == pytest.approx(17 / 32 * plain.cache, rel=0.01)
 
 
 @pytest.fixture
@@ -155,8 +154,8 @@ def test_what_lies_on_a_device_is_not_counted_as_memory_of_the_processor(tmp_pat
     path = tmp_path / "70b.gguf"
     write_header(path, LLAMA_70B)
     cache = footprint(path, ModelUse()).cache
-    on_gpu, beside = (footprint(path, ModelUse(gpu_layers=-1, kv_offload=offload)) for offload in (True, False))
-    assert (on_gpu.cache, beside.cache, on_gpu.device - beside.device) == (0, cache, cache)
+    on_gpu = footprint(path, ModelUse(gpu_layers=-1))
+    assert on_gpu.cache == 0 and on_gpu.device > cache
 
 
 def test_cuda_is_told_by_the_files_of_a_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,11 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec.engines.onnx import sessions as onnx_sessions
-from edgespec.engines.onnx.sessions import Sessions
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence
 from edgespec.memory.watch import LEAST_FREE_BYTES, MemoryWatch, Relief
 from edgespec.platform.memory import own_bytes, return_freed_memory, spare_memory
 from table_engine import TableEngine
-from waiting import until
 
 PROMPT = "The quick brown fox jumps over the lazy dog. The quick brown fox"
 OPTIONS = edgespec.GenerateOptions(max_tokens=40, ignore_eos=True)
@@ -62,34 +59,17 @@ def test_pairs_loaded_later_take_nothing_from_an_earlier_ones_budget() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_what_is_planned_and_not_taken_yet_is_not_spare() -> None:
-    """ONNX Runtime's weights are held twice for a while on a busy machine, which no plan counts."""
     mib = 1 << 20
     now = own_bytes() or 0
     free = spare_memory()
     assert free is not None
     watch = MemoryWatch(now + 200 * mib, planned_bytes=120 * mib, grows_to_bytes=now + 120 * mib)
     assert abs((spare_memory() or 0) - 80 * mib) < 8 * mib
-    sessions = Sessions(lambda spins: spins, 60 * mib)
-    sessions.want(spins=False)
-    assert sessions.is_settled and sessions.current() is True  # there is no room for another
     watch.close()
     assert abs((spare_memory() or 0) - free) < 256 * mib
     later = MemoryWatch(None, planned_bytes=0, grows_to_bytes=now + free // 2)
     assert (spare_memory() or 0) < 0.6 * free
     later.close()
-    sessions.want(spins=True)
-    sessions.want(spins=False)
-    until(lambda: sessions.current() is False)
-
-
-def test_the_memory_of_a_session_goes_back_after_the_pass_that_still_held_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    returned: list[bool] = []
-    monkeypatch.setattr(onnx_sessions, "KEPT_S", 0.0)
-    monkeypatch.setattr(onnx_sessions, "return_freed_memory", lambda: returned.append(True))
-    sessions = Sessions(lambda spins: spins, 0)
-    sessions.want(spins=False)
-    until(lambda: returned or sessions.current() is None)
-    assert sessions.current() is False and returned == [True]
 
 
 def test_the_plans_of_others_count_once() -> None:

@@ -21,22 +21,20 @@ from edgespec import Sampling
 from edgespec.control.base import FixedLength
 from edgespec.corpus.index import SuffixIndex, joined
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.early_exit import EarlyExitDrafter
 from edgespec.drafters.heads import DFlashDrafter, Eagle3Drafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.lookahead import LookaheadDrafter
-from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.model import EarlyExitDrafter, ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.suffix import SuffixDrafter
 from edgespec.drafters.tree import TreeDrafter
-from edgespec.engines.base import EarlyExit
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import speculative
 from edgespec.generation.run_state import Run
 from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules
-from edgespec.types import Logits, TokenIds
+from edgespec.types import TokenIds
 from table_engine import TableEngine
 from tiny_heads import OpenBlock, OpenHead, drafter_of, table_heads
 
@@ -46,37 +44,12 @@ PLAIN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 TEXT_LENGTH = 4000
 
 
-class TableExit(EarlyExit):
-    """The exit of a table that drafts as another one would; like a real one it goes on where the target stands."""
-
-    bytes_used, layers, num_layers = 0, 1, 2
-
-    def __init__(self, target: TableEngine, exit_table: TableEngine) -> None:
-        self._target, self._table, self._ids = target, exit_table, [0]
-
-    def follow(self, token_ids: TokenIds) -> int | None:
-        read = self._target.length()
-        self._ids = token_ids[:read].tolist()
-        return read if read < token_ids.size else None
-
-    def feed(self, token_ids: TokenIds) -> Logits:
-        self._ids += token_ids.tolist()
-        return self._table.row(self._ids)
+def model(target: TableEngine, sigma: float = 1.0) -> ModelDrafter:
+    return ModelDrafter(target.related(sigma))
 
 
-class TableWithExit(TableEngine):
-    """A table engine that gives an early exit."""
-
-    def early_exit(self) -> EarlyExit:
-        return TableExit(self, self.related(sigma=1.0))
-
-
-def model(target: TableEngine, sigma: float = 1.0, temperature: float = 1.0) -> ModelDrafter:
-    return ModelDrafter(target.related(sigma), temperature=temperature)
-
-
-def hierarchical(target: TableEngine, temperature: float) -> HierarchicalDrafter:
-    return HierarchicalDrafter(model(target, sigma=1.5), target.related(0.7, seed=2), temperature)
+def hierarchical(target: TableEngine) -> HierarchicalDrafter:
+    return HierarchicalDrafter(model(target, sigma=1.5), target.related(0.7, seed=2))
 
 
 def heads(kind: str, target: TableEngine) -> Drafter:
@@ -108,13 +81,10 @@ def remembering(target: TableEngine) -> SuffixDrafter:
 
 MAKERS: dict[str, Callable[[TableEngine], Drafter]] = {
     "model": model,
-    "warm model": lambda target: model(target, temperature=1.5),
     "tree": lambda target: TreeDrafter(model(target)),
-    "warm tree": lambda target: TreeDrafter(model(target, temperature=1.5)),
     "close tree": lambda target: TreeDrafter(model(target, sigma=0.3)),
-    "hierarchical": lambda target: hierarchical(target, 1.0),
-    "warm hierarchical": lambda target: hierarchical(target, 1.5),
-    "early-exit": EarlyExitDrafter,
+    "hierarchical": hierarchical,
+    "early-exit": lambda target: EarlyExitDrafter(target.related(1.0)),
     "medusa": lambda target: heads("medusa", target),
     "eagle": lambda target: heads("eagle", target),
     "eagle3": lambda target: Eagle3Drafter(opened(OpenHead, target), max_features=512),
@@ -145,7 +115,7 @@ def sequence_for(drafter: Drafter, target: TableEngine) -> CachedSequence:
 
 def law_score(rule: str, drafter_name: str, num_tokens: int, draft_length: int = 6) -> float:
     """How far the counts are from the law, as a standard normal score (Wilson-Hilferty)."""
-    target = TableWithExit.random(VOCABULARY, order=2, seed=3, spread=1.0, context_length=TEXT_LENGTH + 2)
+    target = TableEngine.random(VOCABULARY, order=2, seed=3, spread=1.0, context_length=TEXT_LENGTH + 2)
     drafter = MAKERS[drafter_name](target)
     cached = sequence_for(drafter, target)
     counts = np.zeros((VOCABULARY,) * 3)

@@ -105,3 +105,31 @@ def session(
     versions = [helper.make_opsetid("", 18), helper.make_opsetid("edgespec", 1)]
     model = helper.make_model(graph, opset_imports=versions, ir_version=9).SerializeToString()
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def choose_path(name: str) -> bool:
+    """Have later products use that instruction set; False if this processor lacks it. Results are equal."""
+    return bool(tiles.kernels().edgespec_choose_path(name.encode()) == 0)
+
+
+def lookup(kind: str, tile: Bytes, outputs: int, inputs: int, ids: NDArray[np.int64]) -> Floats:
+    """Dequantised rows [len(ids), inputs]. Raises IndexError for an id outside the matrix."""
+    out = np.empty((len(ids), inputs), np.float32)
+    given = tiles.TYPES[kind], tile.ctypes.data, outputs, inputs, ids.ctypes.data, len(ids), out.ctypes.data
+    if tiles.kernels().edgespec_lookup(*given):
+        raise IndexError(f"an id is outside 0..{outputs - 1}")
+    return out
+
+
+def product(kind: str, tile: Bytes, outputs: int, x: Floats, bias: Floats | None = None) -> Floats:
+    """x [m, inputs] times a matrix [outputs, inputs] as tiles, plus `bias` [outputs]: [m, outputs], in this thread."""
+    (rows, inputs), library, kind_number = x.shape, tiles.kernels(), tiles.TYPES[kind]
+    assert tiles.packed_bytes(kind, outputs, inputs) == tile.nbytes and x.flags.c_contiguous
+    y = np.empty((rows, outputs), np.float32)
+    scratch = np.empty(library.edgespec_scratch_bytes(kind_number, inputs, rows) + 64, np.uint8)
+    status = library.edgespec_product(
+        *(kind_number, tile.ctypes.data, outputs, inputs, x.ctypes.data, rows, y.ctypes.data),
+        *(None if bias is None else bias.ctypes.data, scratch.ctypes.data + 63 & ~63, 0, -(-outputs // 16)),
+    )
+    assert status == 0
+    return y

@@ -5,16 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from edgespec.drafters.eagle import EagleDrafter
-from edgespec.drafters.medusa import MedusaDrafter
-from edgespec.drafters.states import StateDrafter
+from edgespec.drafters.heads import EagleDrafter, HeadDrafter, MedusaDrafter
 from edgespec.engines.base import Engine
+from edgespec.engines.features import WINDOW
+from edgespec.engines.file_heads import MedusaHead
 from edgespec.engines.head import Confidences, DraftHead, HeadFacts, States
 from edgespec.errors import BatchError, Cancelled, ContextFull
 from edgespec.formats.head_file import HeadFile, HeadManifest, write_head_file
+from edgespec.kernels.library import library_path
 from edgespec.types import Batch, Logits, TokenIds
-from table_engine import TableEngine
+from table_engine import LetterVocabulary, TableEngine
 
 LAYERS = 0, 2  # whose inputs an OpenHead reads
 LARGE = 100.0  # where SiLU is the identity, and a state is small beside a row
@@ -36,17 +38,17 @@ def table_heads(kind: str, target: TableEngine, depth: int = 3) -> HeadFile:
         "fc": np.concatenate((blank, inputs), axis=1),
         **dict.fromkeys(("attention_norm", "mlp_norm"), ones),
         "norm": 20 * ones,
-        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), np.ones((2, size), np.float32)),
-        "o_proj": np.zeros((size, 2), np.float32),
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), np.ones((16, size), np.float32)),
+        "o_proj": np.zeros((size, 16), np.float32),
         **dict.fromkeys(("gate_proj", "up_proj"), np.ones((1, size), np.float32)),
         "down_proj": np.zeros((size, 1), np.float32),
     }
-    return _heads(target, arrays, kind="eagle", depth=depth, heads=1, kv_heads=1, head_dim=2, ffn=1)
+    return _heads(target, arrays, kind="eagle", depth=depth, heads=1, kv_heads=1, head_dim=16, ffn=1)
 
 
 def random_heads(kind: str, engine: Engine, hidden_size: int, *, draft_vocabulary: int = 64) -> HeadFile:
     """Heads of random weights for any engine that gives hidden states; its cache is emptied."""
-    sizes = {"blocks": 2} if kind == "medusa" else {"heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 24}
+    sizes = {"blocks": 2} if kind == "medusa" else {"heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 24}
     manifest = HeadManifest(kind, 3, hidden_size, engine.vocabulary.size, "random", "-", **sizes)  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
     arrays = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in manifest.shapes().items()}
@@ -74,9 +76,16 @@ def _heads(target: TableEngine, arrays: dict[str, np.ndarray], *, kind: str, dep
 
 def drafter_of(
     heads: HeadFile, vocabulary_size: int, given_layers: tuple[int, ...] = (), end_ids: frozenset[int] = frozenset()
-) -> StateDrafter:
-    kind = MedusaDrafter if heads.manifest.kind == "medusa" else EagleDrafter
-    return kind(heads, vocabulary_size, end_ids, given_layers)
+) -> HeadDrafter:
+    vocabulary = LetterVocabulary(vocabulary_size)
+    vocabulary.end_ids = end_ids
+    if heads.manifest.kind == "medusa":
+        return MedusaDrafter(MedusaHead(heads, vocabulary, given_layers), WINDOW)
+    if library_path() is None:
+        pytest.skip("the kernels have not been built")
+    from edgespec.engines.onnx.eagle import load_eagle
+
+    return EagleDrafter(load_eagle(heads, vocabulary, given_layers, threads=1), WINDOW)
 
 
 def write(heads: HeadFile, path: Path) -> Path:

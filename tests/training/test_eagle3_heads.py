@@ -18,13 +18,10 @@ import edgespec
 from demo import DEMO, TEST_THREADS
 from eagle3 import check_heads, write_heads
 from edgespec import GenerateOptions, Sampling
-from edgespec.drafters.head_layer import numpy_layer
 from edgespec.engines.base import Engine
-from edgespec.engines.head import NewPairs, Pairs
 from edgespec.engines.onnx import OnnxEngine
-from edgespec.engines.onnx.eagle import OnnxLayer
-from edgespec.export.check import ExportRefused, limits_of
-from edgespec.formats.head_file import HeadFile, read_head_file
+from edgespec.export.check import ExportRefused
+from edgespec.formats.head_file import HeadFile
 from lossless import PROMPTS
 from tiny_checkpoints import write_checkpoint as write_tiny
 from tiny_graphs import graph
@@ -72,7 +69,7 @@ def test_every_layout_is_exact_against_the_slow_twin(variant: str, tmp_path: Pat
     head = write_checkpoint(tmp_path / "head", TARGET, **VARIANTS[variant])
     write_heads(head, TARGET, opened, tmp_path / "heads.npz")
     found = check_heads(head, TARGET, opened, tmp_path / "heads.npz")
-    assert found["as floats"].max_difference < 2e-5
+    assert found["as floats"].max_difference < 0.02 and found["as floats"].mean_kl < 2e-5
     assert found["as stored"].mean_kl < 0.01 and found["as stored"].top1_agreement > 0.97
     assert found["as stored"].num_tokens > 80
 
@@ -87,7 +84,7 @@ def test_targets_of_another_architecture(tmp_path: Path):
         return opened(layers, made, 128)
 
     write_heads(head, folder, target, tmp_path / "heads.npz")
-    assert not check_heads(head, folder, target, tmp_path / "heads.npz")["as floats"].complaint(limits_of("fp32"))
+    assert not check_heads(head, folder, target, tmp_path / "heads.npz")["as floats"].complaint(script.FLOATS)
 
 
 @pytest.fixture(scope="module")
@@ -127,27 +124,10 @@ def test_rules_that_compare_distributions_and_trees_run_on_it(heads: Path, rule:
     assert stats.drafted_tokens > 40 and stats.new_tokens == 48
 
 
-def test_a_quantised_layer_is_that_of_numpy(heads: Path):
-    given = read_head_file(heads)
-    rng = np.random.default_rng(1)
-    sizes = given.manifest
-    states, embedded = rng.standard_normal((2, 3, sizes.hidden_size)).astype(np.float32)
-    features = rng.standard_normal((3, sizes.fused_size)).astype(np.float32)
-    found = []
-    for layer in (numpy_layer(given), OnnxLayer(given, threads=1)):
-        with layer:
-            pairs = Pairs.room(sizes, 8)
-            read = layer.read(pairs, NewPairs(states, embedded, np.arange(3), scored=3))
-            found.append((layer.fuse(features), *read, pairs.keys[:, :, :3], pairs.values[:, :, :3]))
-    for exact, quantised in zip(*found, strict=True):
-        assert exact.shape == quantised.shape
-        assert np.corrcoef(exact.ravel(), quantised.ravel())[0, 1] > 0.999
-
-
 def test_the_script_makes_files_that_draft(head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     output = tmp_path / "heads.npz"
     assert script.main([str(head), str(TARGET), "-o", str(output), "--model", str(GRAPH)]) == 0
-    assert "as floats {" in capsys.readouterr().out
+    assert "as stored {" in capsys.readouterr().out
     options = GenerateOptions(max_tokens=20, drafter="eagle", draft_length=3, ignore_eos=True)
     with edgespec.load("demo", engine="onnx", heads=output, threads=1, context_length=256) as model:
         assert model.generate("Hello", options=options).stats.drafted_tokens > 20

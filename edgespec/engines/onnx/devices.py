@@ -1,4 +1,4 @@
-"""What a device other than the CPU needs of a graph, and how many rows at once it computes correctly, found by trial.
+"""What a device other than the CPU needs of a graph, and whether it computes what narrow passes do, found by trial.
 
 When a device is wrong it reports no error. Seen with ONNX Runtime's WebGPU (plugin 0.4.0, on a software device): passes
 of 32 rows and more gave wrong logits.
@@ -10,84 +10,37 @@ Kernels by type: onnxruntime/docs/OperatorKernels.md, of 1.2x; contrib_ops/cuda/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from edgespec.engines.base import Engine
 from edgespec.engines.onnx.graph import ATTENTION, FLOAT16, CacheEntry, Graph
 from edgespec.engines.onnx.head import FLOAT
-from edgespec.engines.onnx.library import device_identity, version
-from edgespec.engines.onnx.passes import Passes, PassRows
 from edgespec.errors import CapabilityError
-from edgespec.platform import disk_cache
-from edgespec.platform.disk_cache import file_key, key_of
-from edgespec.types import Logits, TokenIds
+from edgespec.types import Batch
 
-METHOD = 2  # increase it when more is tried
-NARROW = 8  # rows of the passes that wider ones are compared with
+NARROW, WIDE = 8, 128  # rows of the passes that are compared
 TOLERANCE = 0.02  # in standard deviations of the logits
-WIDTHS = (16, 31, 64, 128, 256, 512)
 HALF_ONLY = frozenset({"cuda"})
 LARGEST_HEAD, HEAD_STEP = 256, 8
 _ACTIVATIONS, _TABLES = (0, 1, 2), (7, 8)  # query, key and value, or all in the first; cosines and sines
 
 
-def widest_correct(
-    passes: Passes, files: Sequence[Path], provider: str, vocabulary: int, rows: int, exit_layer: int | None = None
-) -> int:
-    """Most rows of a pass, up to `rows`, that gives the logits of narrow ones. Uses cache 0.
-
-    Tried once per model, device and version. `exit_layer`: the layer after which the graph is cut, since a part of a
-    graph is tried separately. Raises CapabilityError where not even narrow passes agree.
-    """
-    if passes.capacity < 4 * NARROW:  # too small a context to try anything in
-        return min(rows, NARROW)
-    measured = (provider, version(), device_identity(provider), rows, type(passes).__name__, exit_layer)
-    key = key_of("device", METHOD, measured, *map(file_key, files))
-    known: int | None = disk_cache.get("devices", key, int)
-    if known is None or known < 1:
-        known = _Trial(passes, vocabulary, rows).widest()
-        disk_cache.put("devices", key, known)
-    return known
-
-
-class _Trial:
-    def __init__(self, passes: Passes, vocabulary: int, rows: int) -> None:
-        self._passes = passes
-        self._ids = np.random.default_rng(0).integers(0, vocabulary, max(rows, 4 * NARROW)).astype(np.int32)
-        self._rows = rows
-
-    def widest(self) -> int:
-        if not _agree(self._one_by_one(2 * NARROW), self._narrow(0, 2 * NARROW)):
-            raise CapabilityError(
-                "this device gives wrong results for this model: use --provider cpu, or another export"
-            )
-        sound = NARROW
-        for width in sorted({width for width in (*WIDTHS, self._rows) if NARROW < width <= self._rows}):
-            wanted = self._narrow(sound - sound % NARROW, width)  # cells before that are right
-            if not _agree(self._last(0, self._ids[:width]), wanted):
-                break  # no wider one is worth a try
-            sound = width
-        return min(sound, self._rows)
-
-    def _narrow(self, start: int, end: int) -> Logits:
-        """Logits of the last token before `end`, by narrow passes from `start` on."""
-        parts = [(base, self._ids[base : min(base + NARROW, end)]) for base in range(start, end, NARROW)]
-        return [self._last(base, part) for base, part in parts][-1]
-
-    def _last(self, base: int, ids: TokenIds) -> Logits:
-        scored: Logits = self._passes.run(0, PassRows(base, ids, np.array([ids.size - 1])))[0].copy()
-        return scored
-
-    def _one_by_one(self, count: int) -> Logits:
-        return [self._last(at, self._ids[at : at + 1]) for at in range(count)][-1]
-
-
-def _agree(found: Logits, wanted: Logits) -> bool:
-    return bool(np.abs(found - wanted).max() <= TOLERANCE * wanted.std())
+def check_device(engine: Engine) -> None:
+    """Raises CapabilityError where a wide pass of an empty `engine` has other logits than narrow ones; empties it."""
+    facts, found = engine.facts, []
+    ids = np.random.default_rng(0).integers(0, engine.vocabulary.size, min(WIDE, facts.max_batch)).astype(np.int32)
+    for rows in (ids.size, NARROW):
+        for start in range(0, ids.size, rows):
+            logits = engine.forward(Batch.chain(ids[start : start + rows], last_only=True))
+        found.append(logits[-1].copy())
+        engine.rollback(0)
+    if not np.abs(found[0] - found[1]).max() <= TOLERANCE * found[1].std():
+        raise CapabilityError(
+            f"{facts.device} gives wrong results for this model: use --provider cpu, or another export"
+        )
 
 
 def adapted(graph: Graph, provider: str, head_size: int) -> Graph:
@@ -121,10 +74,7 @@ def _declare(graph: Any, cached: set[str]) -> None:
 
 
 def _cast(graph: Any) -> None:
-    """Cast what attention reads to float16, and its result to float32. Casts of tables are done when a session is made.
-
-    The result keeps its name, at which a graph may be cut.
-    """
+    """Cast what attention reads to float16, and its result to float32; tables are cast when a session is made."""
     from onnx import helper
 
     nodes: list[Any] = []

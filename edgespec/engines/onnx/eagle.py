@@ -1,129 +1,219 @@
-"""The layer of an EAGLE head in ONNX Runtime: a pass of one session reads pairs into the drafter's cache."""
+"""EAGLE heads of a file on our kernels, for a target on any engine: their layer is a draft head like any other.
+
+Matrices are 8 bits a weight: a draft of one row costs the bytes that it reads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from onnx import TensorProto, helper
 
-from edgespec.engines.head import HeadLayer, NewPairs, Pairs, States, frequencies_of, rotary_tables
-from edgespec.engines.onnx.eagle_graph import Graph, fuse_graph, layer_graph, state_name
+from edgespec.engines.file_heads import HeadText
+from edgespec.engines.head import States
+from edgespec.engines.model_use import ModelUse
+from edgespec.engines.onnx.graph import read_graph
+from edgespec.engines.onnx.kernel_engine import KernelEngine
+from edgespec.engines.onnx.kernel_head import KernelHead
 from edgespec.engines.onnx.library import run_options, translated
-from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.engines.onnx.sessions import open_session
-from edgespec.formats.head_file import HeadFile
+from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
+from edgespec.engines.onnx.source import Source, packed_tiles
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.formats.head_file import PROJECT, HeadFile
+from edgespec.formats.onnx.eagle import EagleConfig
+from edgespec.formats.onnx.graph import MemoryWriter, Nodes
+from edgespec.formats.onnx.llama import llama_graph
+from edgespec.formats.onnx.tiles import DOMAIN, NORM, Tiles, q8_0
+from edgespec.kernels import tiles
+from edgespec.kernels.library import library_path, why_missing
+from edgespec.types import Logits, TokenIds
+from edgespec.vocabulary import Vocabulary
 
-MOST_BOUND = 16  # pairs of a pass whose memory is kept
-FIRST_POSITIONS = 2048  # in the rotary tables, which grow
+CONTEXT = 2048  # pairs that it attends to
+THREADS = 2  # reading the weights is most of a pass, and two cores read faster; more take longer to wake
+HEAD_MULTIPLE = 16  # of the size of attention heads
+NAMES = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm", "lm_head": "rows"}
 
 
-class OnnxLayer(HeadLayer):
-    """The layer of `heads` of the kind eagle, of any generation, on `threads` threads of the CPU.
+class HeadTiles:
+    """`TiledWeights` of heads, by the names of a Llama of one layer."""
 
-    Raises ModelFileError for weights that are no numbers. `read` needs heads that it `takes`.
+    is_tied = False
+
+    def __init__(self, heads: HeadFile, kind: str) -> None:
+        self._usual = kind
+        rows = heads.frequent_rows * np.float32(heads.manifest.scale)
+        self._arrays: Mapping[str, NDArray[np.float32]] = {**heads.arrays, "rows": rows}
+
+    def vector(self, name: str) -> NDArray[np.float32]:
+        last = name.removesuffix(".weight").rpartition(".")[2]
+        return self._arrays[NAMES.get(last, last)]
+
+    def shape(self, name: str) -> tuple[int, int]:
+        outputs, inputs = self.vector(name).shape
+        return outputs, inputs
+
+    def _kind(self, name: str) -> str:
+        return "F32" if self.shape(name)[1] % 32 else self._usual
+
+    def type_number(self, name: str) -> int:
+        return tiles.TYPES[self._kind(name)]
+
+    def num_bytes(self, name: str) -> int:
+        found = tiles.packed_bytes(self._kind(name), *self.shape(name))
+        assert found is not None
+        return found
+
+    def pack(self, name: str, out: NDArray[np.uint8]) -> list[Callable[[], None]]:
+        def fill() -> None:
+            rows, kind = np.ascontiguousarray(self.vector(name)), self._kind(name)
+            if not tiles.pack(kind, q8_0(rows) if kind == "Q8_0" else rows.view(np.uint8), rows.shape[1], out):
+                raise ModelFileError(f"the heads hold weights in {name} that are too large: train them again")
+
+        return [fill]
+
+
+class HeadLayer(Source):
+    """The layer of `heads` as the source of an engine."""
+
+    is_drafter = True
+    max_positions = 1 << 20  # rotary tables are made as long as they are needed
+
+    def __init__(self, heads: HeadFile, kind: str) -> None:
+        self.path = self.folder = Path()
+        self.files = ()
+        self._heads, self._tiles = heads, HeadTiles(heads, kind)
+
+    def config(self) -> ModelConfig:
+        return ModelConfig("eagle", self.max_positions, self._heads.manifest.head_dim)
+
+    def tokenizer_bytes(self) -> int:
+        return 0
+
+    def graph(self, cells: int = 0) -> Any:
+        return self._write(cells)[0]
+
+    def arrays(self, cells: int) -> Mapping[str, NDArray[Any]]:
+        data = self._write(cells)[1]
+        return {**data.arrays, **packed_tiles(data)}
+
+    def _write(self, cells: int) -> tuple[Any, MemoryWriter]:
+        sizes, data = self._heads.manifest, MemoryWriter()
+        halves = np.arange(0, sizes.head_dim, 2, dtype=np.float32) / np.float32(sizes.head_dim)
+        own = self._heads.arrays.get("frequencies")
+        divisors = () if own is None else tuple((np.float32(sizes.rope_theta) ** -halves / own).tolist())
+        config = EagleConfig(
+            hidden_size=sizes.hidden_size,
+            intermediate_size=sizes.ffn,
+            num_layers=1,
+            num_heads=sizes.heads,
+            num_kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            vocab_size=len(self._heads.frequent_rows),
+            max_positions=max(cells, 1),
+            norm_epsilon=sizes.norm_eps,
+            rope_theta=sizes.rope_theta,
+            rope_divisors=divisors,
+            is_fused=sizes.generation == 3,
+            norms_residual=sizes.norms_residual,
+        )
+        return llama_graph(config, data, lambda nodes: Tiles(self._tiles, nodes)), data
+
+
+class EagleHead(KernelHead):
+    """One text's view of the layer. Make it with `load_eagle`."""
+
+    def __init__(self, engine: KernelEngine, text: HeadText, fuse: _Fuse | None, slot: int = 0) -> None:
+        super().__init__(engine, slot)
+        self._text, self._fuse = text, fuse
+        width = self.facts.width // 2  # a pair is a state and an embedding
+        own = self.facts.num_bytes + text.num_bytes + (0 if fuse is None else fuse.num_bytes)
+        self.facts = replace(self.facts, feature_width=text.feature_width, width=width, num_bytes=own)
+
+    def follow(self, token_ids: TokenIds) -> None:
+        self._text.scored.read(token_ids)
+
+    def encode(self, features: States) -> States:
+        self._check_features(features)
+        found = self._text.read(features)
+        return found if self._fuse is None else self._fuse.states(found)
+
+    def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
+        scores, state = super().decode(token_ids, states)
+        return self._text.scored.logits(state[None], scores[None])[0], state
+
+    def branch(
+        self, token_ids: TokenIds, states: States, parents: list[int], wanted: list[int]
+    ) -> tuple[Logits, States]:
+        scores, found = super().branch(token_ids, states, parents, wanted)
+        return self._text.scored.logits(found, scores), found
+
+    def _read(self, token_ids: TokenIds, states: States) -> States:
+        return np.concatenate((states, self._text.embed(token_ids)), axis=1)
+
+    def another(self, sequence: int) -> EagleHead:
+        return EagleHead(self._engine, self._text.another(), self._fuse, sequence)
+
+
+class _Fuse:
+    """What makes one state of several of the target's: a matrix, in EAGLE-3 behind a norm."""
+
+    def __init__(self, heads: HeadFile, weights: HeadTiles, matrix: str, threads: int) -> None:
+        sizes, data = heads.manifest, MemoryWriter()
+        nodes, value = Nodes(data), "features"
+        if sizes.norms_features:
+            weight = nodes.store("feature_norm", heads.arrays["feature_norm"])
+            nodes.add(NORM, [value, weight], [value := "normed"], "Norm", domain=DOMAIN, epsilon=sizes.norm_eps)
+        Tiles(weights, nodes).product("/fuse/MatMul", value, [f"model.{matrix}.weight"], "states")
+        self._width = weights.shape(f"model.{matrix}.weight")[1]
+        info, place = helper.make_tensor_value_info, [1, "n"]
+        inputs = [info("features", TensorProto.FLOAT, [*place, self._width])]
+        model = nodes.model(inputs, [info("states", TensorProto.FLOAT, [*place, sizes.hidden_size])])
+        arrays = {**data.arrays, **packed_tiles(data)}
+        self._session = open_session(model.SerializeToString(), Path(), threads=threads, provider="cpu", arrays=arrays)
+        self._options, self.num_bytes = run_options(), sum(array.nbytes for array in arrays.values())
+
+    def states(self, features: States) -> States:
+        """States [n, width] of `features` [n, all states read]; EAGLE-3 does not read the last one."""
+        given = np.ascontiguousarray(features[None, :, : self._width])
+        with translated(self._options):
+            found: States = self._session.run(None, {"features": given}, self._options)[0][0]
+        return found
+
+
+def load_eagle(
+    heads: HeadFile,
+    vocabulary: Vocabulary,
+    given_layers: tuple[int, ...] = (),
+    *,
+    context_length: int = CONTEXT,
+    sequences: int = 1,
+    threads: int = THREADS,
+    kind: str = "Q8_0",
+) -> EagleHead:
+    """The layer of `heads` of the kind eagle, of either generation, for a target with this `vocabulary`.
+
+    `given_layers`: as of `HeadText`; `kind`: of weights, F32 to compare with. Raises CapabilityError without the
+    kernels, or for a size that they do not have, ModelFileError for weights that are no use.
     """
-
-    def __init__(self, heads: HeadFile, *, threads: int) -> None:
-        self._sizes, self._frequencies = heads.manifest, frequencies_of(heads)
-        self._state, self._num_scores = state_name(self._sizes), len(heads.frequent_rows)
-        self.num_bytes = 0
-        self._options = run_options()
-        fuse = fuse_graph(heads)
-        self._fuse = None if fuse is None else self._open(fuse, threads)
-        self._session = self._open(layer_graph(heads), threads)
-        self._bound: dict[tuple[int, int], _Bound] = {}
-        self._tables = rotary_tables(self._frequencies, np.arange(FIRST_POSITIONS))
-        self._sees_all = untouched_zeros(FIRST_POSITIONS, np.float32)
-        self.num_bytes += sum(table.nbytes for table in self._tables)
-
-    @staticmethod
-    def takes(heads: HeadFile) -> bool:
-        """Whether ONNX Runtime's attention takes the size of these heads."""
-        return heads.manifest.head_dim % 16 == 0
-
-    def _open(self, graph: Graph, threads: int) -> Any:
-        self.num_bytes += graph.num_bytes
-        return open_session(graph.serialised(), Path(), threads=threads, provider="cpu", arrays=graph.arrays)[0]
-
-    def fuse(self, features: States) -> States:
-        assert self._fuse is not None
-        with translated(self._options):
-            found: States = self._fuse.run(None, {"features": features}, self._options)[0]
-        return found
-
-    def read(self, pairs: Pairs, new: NewPairs) -> tuple[States, States]:
-        """As in the base class; on an empty cache the operator counts on from the first of the positions."""
-        count, total = len(new.states), pairs.length + len(new.states)
-        self._reach(max(total, int(new.positions.max()) + 1))
-        bound = self._bound_for(count, new.scored)
-        bound.fill(states=new.states, embedded=new.embedded, places=new.positions, latest=total - 1, total=total)
-        bound.give(keys=pairs.keys, values=pairs.values, cos=self._tables[0], sin=self._tables[1])
-        bound.give(bias=self._bias(count, total, new.sees))
-        bound.take(new_keys=pairs.keys, new_values=pairs.values)
-        with translated(self._options):
-            self._session.run_with_iobinding(bound.binding, self._options)
-        pairs.length = total
-        return bound.arrays[self._state][0].copy(), bound.arrays["scores"][0]
-
-    def _bound_for(self, count: int, scored: int) -> _Bound:
-        """What a pass over `count` pairs reads and writes; that of a few is kept, since a draft is many of them."""
-        found = self._bound.get((count, scored))
-        if found is None:
-            width = self._sizes.hidden_size
-            found = _Bound(self._session.io_binding())
-            found.give(states=np.zeros((1, count, width), np.float32), embedded=np.zeros((1, count, width), np.float32))
-            found.give(places=np.zeros((1, count), np.int64), asked=np.arange(count - scored, count))
-            found.give(latest=np.zeros(1, np.int32), total=np.zeros((), np.int32))
-            found.take(scores=np.zeros((1, scored, self._num_scores), np.float32))
-            found.take(**{self._state: np.zeros((1, scored, width), np.float32)})
-            if count <= MOST_BOUND:
-                self._bound[count, scored] = found
-        return found
-
-    def _reach(self, end: int) -> None:
-        """See that the rotary tables hold the positions before `end`."""
-        size = len(self._tables[0])
-        if size < end:
-            self._tables = rotary_tables(self._frequencies, np.arange(max(end, 2 * size)))
-
-    def _bias(self, count: int, total: int, sees: NDArray[np.bool_] | None) -> NDArray[np.float32]:
-        """What is added to scores of attention [1, 1, count, total]; that none sees a later pair is the operator's."""
-        if sees is not None:
-            return np.where(sees, np.float32(0), np.float32(-np.inf))[None, None]
-        if self._sees_all.size < count * total:
-            self._sees_all = untouched_zeros(2 * count * total, np.float32)
-        return self._sees_all[: count * total].reshape(1, 1, count, total)
-
-    def close(self) -> None:
-        self._fuse = self._session = None
-        self._bound.clear()
-
-
-class _Bound:
-    """Arrays that a session reads and writes; one is bound again only where it is another."""
-
-    def __init__(self, binding: Any) -> None:
-        self.binding = binding
-        self.arrays: dict[str, NDArray[Any]] = {}
-
-    def give(self, **arrays: NDArray[Any]) -> None:
-        for name, array in self._new(arrays):
-            self.binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-
-    def take(self, **arrays: NDArray[Any]) -> None:
-        for name, array in self._new(arrays):
-            self.binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-
-    def fill(self, **values: Any) -> None:
-        """Write `values` into arrays that are bound."""
-        for name, value in values.items():
-            self.arrays[name][...] = value
-
-    def _new(self, arrays: Mapping[str, NDArray[Any]]) -> Iterator[tuple[str, NDArray[Any]]]:
-        for name, array in arrays.items():
-            if self.arrays.get(name) is not array:
-                self.arrays[name] = array
-                yield name, array
+    sizes = heads.manifest
+    if library_path() is None:
+        raise CapabilityError(f"EAGLE heads run on edgespec's own kernels, which are missing here: {why_missing()}")
+    if sizes.head_dim % HEAD_MULTIPLE:
+        raise CapabilityError(
+            f"these heads have {sizes.head_dim} values in a head of attention; allowed: multiples of 16"
+        )
+    text = HeadText(heads, vocabulary.size, given_layers)
+    matrix = "fc" if sizes.generation == 3 else PROJECT if sizes.is_projected else ""
+    source = HeadLayer(heads, kind)
+    graph = read_graph(source, cells=context_length, hidden_states=True)
+    use = ModelUse(context_length, threads=threads, max_sequences=sequences, provider="cpu")
+    settings = OnnxSettings.checked(graph, source.config(), use)
+    fuse = _Fuse(heads, HeadTiles(heads, kind), matrix, threads) if matrix else None
+    return EagleHead(KernelEngine(source, graph, settings, source.config(), vocabulary), text, fuse)

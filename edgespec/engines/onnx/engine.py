@@ -1,13 +1,11 @@
 """The ONNX Runtime engine on its own kernels: chains only, and a cache for each sequence.
 
-A sequence's bits depend on its own tokens alone, and what others hold does not slow it down. Sequences with a single
-row each go through the model together, all others in passes of their own. In reproducible mode passes are padded into
-the width class, and none goes across the edge of attention (`settings.EDGE`).
+A sequence's bits depend on its own tokens alone, and what others hold does not slow it down: sequences of a batch go
+through the model one after another. In reproducible mode passes are padded into the width class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,26 +14,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import EarlyExit, EngineFacts
+from edgespec.closing import closed_on_failure
+from edgespec.engines.base import EngineFacts
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.onnx.devices import widest_correct
-from edgespec.engines.onnx.exits import ExitPasses, OnnxExit
+from edgespec.engines.onnx.devices import check_device
 from edgespec.engines.onnx.graph import Graph, read_graph
 from edgespec.engines.onnx.hybrid_engine import HybridEngine
 from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.library import device_identity, run_options, version
-from edgespec.engines.onnx.opening import batches_work, cache_scales, check_logits, open_passes, widths_key
-from edgespec.engines.onnx.passes import PassRows, SharedPasses, cache_name, end_of_pass, rows_before
+from edgespec.engines.onnx.opening import check_logits, open_passes, widths_key
+from edgespec.engines.onnx.passes import PassRows, cache_name
 from edgespec.engines.onnx.session_engine import SessionEngine
 from edgespec.engines.onnx.sessions import providers_for, reason
-from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
+from edgespec.engines.onnx.settings import VALUES_AT_ONCE, ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import Source, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.engines.widths import pinned_facts
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.types import Batch, Logits
+
+CAST_NOTE = "attention is computed in float16 on this device, and cached keys and values are at most 16 bits"
 
 
 class OnnxEngine(SessionEngine):
@@ -45,20 +45,10 @@ class OnnxEngine(SessionEngine):
         self._options = run_options()
         self._max_outputs = settings.max_outputs(graph.vocabulary_size)
         exported = graph
-        passes, device, graph = open_passes(source, exported, settings, self._options)
+        passes, provider, graph = open_passes(source, exported, settings, self._options)
         self.vocabulary = TokenizerFile(source.folder, graph.vocabulary_size)
-        self._sessions = passes.sessions
-        self.thread_change_s = sum(sessions.make_s for sessions in self._sessions)
-        self.thread_change_bytes = graph.weight_bytes
-        self._exit_passes = passes if isinstance(passes, ExitPasses) else None
-        max_batch = min(settings.max_batch, settings.context_length)
-        widest = max_batch
-        if device.provider != "cpu":
-            tried = passes, source.files, device.provider, graph.vocabulary_size, max_batch, settings.exit_layer
-            widest = widest_correct(*tried)
-        self._passes, self._edge, self._least_rows = passes, settings.edge, 1
-        # Whether single rows of several sequences share a pass.
-        self._batches = passes if isinstance(passes, SharedPasses) and passes.has_batches else None
+        self._passes = passes
+        self._least_rows = 1  # narrower passes are padded
         self._ids = np.zeros((settings.max_sequences, passes.capacity), np.int32)  # in the cells of each sequence
         self._gathered = np.zeros((0, graph.vocabulary_size), np.float32)
         self._shift = 0  # rows of the last pass before those that were asked for
@@ -67,34 +57,31 @@ class OnnxEngine(SessionEngine):
         self._book = SequenceBook(settings.max_sequences)
         self._last_width = 0
         self._held = HeldFiles(source.mapped)
-        kinds = device.provider, cache_name(graph), settings.exit_layer
-        self._stamp = StateStamp.of("onnx", source.files, version(), *kinds)
+        self._stamp = StateStamp.of("onnx", source.files, version(), provider, cache_name(graph))
         self.facts = EngineFacts(
             name="onnx",
             architecture=config.architecture,
             context_length=settings.context_length,
             max_sequences=settings.max_sequences,
-            max_batch=widest,
+            max_batch=min(settings.max_batch, settings.context_length),
             can_rollback=True,
             can_tree=False,
             weight_bytes=source.weight_bytes(graph),
             kv_bytes_per_token=passes.bytes_per_token,
             width_classes=(),
             pinned_class=None,
-            device=device.provider,
+            device=provider,
             threads=settings.threads,
-            can_pack=self._batches is not None,
-            splits_passes=self._batches is not None,
             own_cells=True,
-            notes=tuple(_device_notes(device.provider, widest, max_batch, is_cast=graph.is_half > exported.is_half)),
-            placement=device_identity(device.provider),
+            notes=(CAST_NOTE,) if graph.is_half > exported.is_half else (),
+            placement=device_identity(provider),
         )
 
     @classmethod
     def load(cls, path: Path, use: ModelUse | None = None, **changes: Any) -> OnnxEngine | KernelEngine:
         """Load `path` (model.onnx, its weights and tokenizer beside it) and measure what it can do.
 
-        `changes`: of `use`. Of several sequences only single rows share a pass, and no drafts.
+        `changes`: of `use`.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this build
         or model cannot do what was asked.
@@ -111,36 +98,35 @@ class OnnxEngine(SessionEngine):
             if source.max_positions is not None:  # its rotary tables are made as long as they are needed
                 graph = read(cells=settings.context_length)
             return _load_on_kernels(source, graph, settings, config, use)
-        cells, reproducible = settings.cells, use.reproducible
-        if graph.max_positions is not None and graph.max_positions < cells:
-            graph = read(cells=cells)
-        if settings.cache_type_k == "int8":
-            graph = read(cache_scales(source, graph, settings), cells)
+        reproducible = use.reproducible
         engine = cls(source, graph, settings, config)
         engine.state_layers = use.state_layers
         check_logits(engine, path)
-        if engine.facts.splits_passes and not batches_work(engine):
-            engine._batches = None
-            engine.facts = replace(engine.facts, can_pack=False, splits_passes=False)
+        if engine.facts.device != "cpu":
+            with closed_on_failure(engine):
+                check_device(engine)
+        if engine.facts.device == "cpu" and not settings.has_classes:
+            if reproducible:
+                engine.close()
+                raise CapabilityError(
+                    f"{path} has no reproducible mode on this processor: its attention heads have {settings.head_size} "
+                    f"values, ONNX Runtime's own kernels allow {VALUES_AT_ONCE} on x86, none elsewhere. Run the GGUF "
+                    "that it was made from, export it as q8_0 or q4_k_m, or use --no-reproducible"
+                )
+            reproducible = False
         gives = use.state_layers or use.hidden_states
-        widest = min(settings.measured_widths, engine.facts.max_batch)  # a device may compute less than was asked for
         if reproducible:
+            widest = settings.measured_widths
             key = widths_key(source, settings, engine.facts.device, widest, gives)
-            advice = "Use --no-reproducible, or another export (w8a8, int8, int4)"
+            advice = "Use --no-reproducible, or another export (int8, int4)"
             engine.facts = pinned_facts(engine, key, widest=widest, advice=advice)
             assert engine.facts.pinned_class is not None
-            engine._pad_to(engine.facts.pinned_class[0])
+            engine._least_rows = engine.facts.pinned_class[0]
         return engine
 
     def drop_class(self) -> None:
         super().drop_class()
-        self._pad_to(1)
-
-    def _pad_to(self, rows: int) -> None:
-        """Give narrower passes so many rows."""
-        self._least_rows = rows
-        if self._exit_passes is not None:
-            self._exit_passes.least_rows = rows
+        self._least_rows = 1
 
     def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
         if any(part.is_tree for part in placed.values()):
@@ -164,18 +150,7 @@ class OnnxEngine(SessionEngine):
         if len(self._gathered) < count:
             self._gathered = np.zeros((count, self._gathered.shape[1]), np.float32)
         place = np.cumsum(batch.outputs) - 1
-        singles = self._singles(placed)
-        if singles:
-            logits = self._run_singles(singles)
-            for sequence, part in singles.items():
-                row, found = part.rows[0], sequence - min(singles)
-                if batch.outputs[row]:
-                    self._gathered[place[row]] = logits[found]
-                if states is not None:
-                    states[row] = self._passes.hidden()[found]
         for sequence, part in placed.items():
-            if sequence in singles:
-                continue
             wanted = batch.outputs[part.rows]
             self._gathered[place[np.array(part.rows)[wanted]]] = self._run(sequence, part, wanted)
             if states is not None:
@@ -183,52 +158,15 @@ class OnnxEngine(SessionEngine):
         self._states = states
         return self._gathered[:count]
 
-    def _singles(self, placed: dict[int, SequenceRows]) -> dict[int, SequenceRows]:
-        """Those that can share a pass: the operator wants one row of each, behind at least one cell.
-
-        A lone row that is padded to more has other bits there, where attention sees one of them.
-        """
-        found = {sequence: part for sequence, part in placed.items() if len(part.rows) == 1 and part.base}
-        if self._batches is None or self._least_rows > 1 or len(found) < 2:
-            return {}
-        between = set(range(min(found), max(found))) - found.keys()
-        return {} if any(self._book.lengths[each] == self._passes.capacity for each in between) else found
-
-    def _run_singles(self, singles: dict[int, SequenceRows]) -> Logits:
-        """Logits of the caches from the first of `singles` to the last one.
-
-        Caches in between that have no row get one all the same, in the cell behind their text, which is overwritten
-        before it is read.
-        """
-        assert self._batches is not None
-        first, last = min(singles), max(singles)
-        bases, ids = np.array(self._book.lengths[first : last + 1], np.int32), np.zeros(last + 1 - first, np.int32)
-        for sequence, part in singles.items():
-            ids[sequence - first] = self._ids[sequence, part.base] = part.token_ids[0]
-        return self._batches.run_each(first, ids, bases)
-
     def _run(self, sequence: int, part: SequenceRows, wanted: NDArray[np.bool_]) -> Logits:
-        """The logits of a chain's wanted rows, in one pass, or in two if one would go across the edge."""
-        count = end_of_pass(part.base, part.base + len(part.rows), self._edge) - part.base
-        if count == len(part.rows):
-            return self._run_pass(sequence, part, wanted)
-        logits, states = [], []
-        for piece, marked in ((part.first(count), wanted[:count]), (part.behind(count), wanted[count:])):
-            logits.append(self._run_pass(sequence, piece, marked).copy())
-            if self._passes.hidden_size:
-                states.append(self._hidden(len(piece.rows)).copy())
-        self._states = np.concatenate(states) if states else None
-        return np.concatenate(logits)
-
-    def _run_pass(self, sequence: int, part: SequenceRows, wanted: NDArray[np.bool_]) -> Logits:
         """One pass over a chain, with at least `_least_rows` rows, with and without logits.
 
         Tokens before the chain are scored again, with the same bits, so that no cell after it is needed. Where there
-        are too few, at the start of a text and behind the edge, scratch rows follow instead.
+        are too few, at the start of a text, scratch rows follow instead.
         """
         self._states = None
         missing = max(self._least_rows - len(part.rows), 0)
-        shift = self._shift = rows_before(part.base, missing, self._edge)
+        shift = self._shift = missing if missing <= part.base else 0
         ids = part.token_ids
         if missing:
             before = self._ids[sequence, part.base - shift : part.base]
@@ -271,24 +209,9 @@ class OnnxEngine(SessionEngine):
             return self._states
         return self._passes.hidden()[self._shift : self._shift + width]
 
-    def early_exit(self) -> EarlyExit:
-        self._require_open()
-        if self._exit_passes is None:
-            return super().early_exit()
-        return OnnxExit(self._exit_passes, self._book.lengths, self._ids[0], self.widest_pass)
-
     def _free(self) -> None:
-        super()._free()
-        del self._passes  # they hold the sessions too
-        self._exit_passes = self._batches = None
-
-
-def _device_notes(provider: str, widest: int, asked: int, *, is_cast: bool) -> Iterator[str]:
-    """What the user should know of the device."""
-    if is_cast:
-        yield "attention is computed in float16 on this device, and cached keys and values are at most 16 bits"
-    if widest < asked:
-        yield f"{provider} gives wrong results for more than {widest} rows at once here: prompts take longer"
+        self._held.close()
+        del self._passes  # they hold the session too
 
 
 def _load_on_kernels(

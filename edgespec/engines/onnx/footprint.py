@@ -1,80 +1,60 @@
-"""What an ONNX export takes in ONNX Runtime, from its graph without the weights.
+"""What an ONNX model takes in ONNX Runtime, from its graph without the weights; of stock operators an upper bound.
 
-The weights of products are packed into memory of the session's own when it is made. Those of MatMulNBits are read with
-their scales, which are packed twice more. Everything else stays mapped; of tables that rows are looked up in, pages
-become resident as their tokens occur. Where signed integer products would saturate (x86 without VNNI), unsigned copies
-of the weights and packed ones exist at the same time while the session is made. Matrices are packed one by one, so that
-the largest is in memory twice for a moment.
-Results of a pass lie in an arena that grows in powers of two. Attention over float32 and int8 keys and values works
-tile by tile, as flash attention on CUDA does; over half precision ones a processor writes the scores of all heads of
-a layer (onnxruntime/contrib_ops/cpu/bert/gqa_attention_base.h, 1.32).
+The weights of a GGUF are in our memory, those of an export's products are packed into memory of the session's own when
+it is made, one by one, so that the largest is in memory twice for a moment. Those of MatMulNBits are read with their
+scales, which are packed twice more. Everything else stays mapped.
+Results of a pass lie in an arena that grows in powers of two. Attention over float32 keys and values works tile by
+tile, as flash attention on CUDA does; over half precision ones a processor writes the scores of all heads of a layer
+(onnxruntime/contrib_ops/cpu/bert/gqa_attention_base.h, 1.32).
 A `tokenizers` object keeps each token in two tables and each merge in one, and we keep each token's bytes. Reading its
 file takes more, which is given back. Checked by scripts/lab/measure_memory.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from edgespec.engines.features import WINDOW
 from edgespec.engines.head import BYTES_PER_FEATURE
 from edgespec.engines.model_use import DEFAULT_CONTEXT, Footprint, ModelUse
 from edgespec.engines.onnx.devices import HALF_ONLY, adapted
-from edgespec.engines.onnx.graph import ATTENTION, FLOAT16, CacheEntry, Graph, read_graph, tensor_bytes
+from edgespec.engines.onnx.graph import ATTENTION, FLOAT16, Graph, read_graph, tensor_bytes
 from edgespec.engines.onnx.head import attribute
 from edgespec.engines.onnx.hybrid_engine import running_bytes
 from edgespec.engines.onnx.kernel_engine import num_chunks
-from edgespec.engines.onnx.opening import NO_INT8_CACHE
-from edgespec.engines.onnx.passes import element_of
+from edgespec.engines.onnx.passes import bytes_per_token
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.engines.onnx.source import GgufFile, Source, open_source
-from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import once
-from edgespec.formats.onnx import WHOLE_PRODUCT
-from edgespec.formats.onnx.graph import external_entry
-from edgespec.formats.onnx.tiles import ATTENTION as OWN_ATTENTION
 from edgespec.formats.onnx.tiles import EXPERTS, LOOKUP, PRODUCT
-from edgespec.kernels.cache import cache_bytes
-from edgespec.platform.machine import products_saturate
+from edgespec.kernels.memory import cache_bytes
 
-_NBITS, _PRODUCTS = "MatMulNBits", ("MatMul", "Gemm", "MatMulInteger", WHOLE_PRODUCT)
-_LOOKUPS = ("Gather", "GatherBlockQuantized", LOOKUP)
+_NBITS, _PRODUCTS = "MatMulNBits", ("MatMul", "Gemm", "MatMulInteger", "MatMulIntegerToFloat")
 _SCALES_COPIES = 2
-# Linux maps 16 pages around the one that is read. A text of n tokens has about 1.7 n^.78 different ones.
-_TOUCHED_BYTES = 32 << 10
 # Measured for 16000 to 256000 tokens: kept of a token and its merge, and of our bytes of it.
 _TOKEN_BYTES, _PIECE_BYTES = 310, 50
 _PARSED_BYTES = 560  # in addition while the file is read, with merges in lists
 _MOST_TIMES = 14  # most of either, as a multiple of the bytes of the file
 _ENCODED_BYTES = 400  # per token of a prompt while it is encoded
 SESSION_BYTES = 6 << 20
-_RETAINED_BYTES = 48 << 20  # freed matrices below the allocator's threshold for pages of their own
 _ARENA_FACTOR = 1.2
 _ARENA_RESERVED = 2.0  # multiple of the results that is reserved and unused: the last region is as large as all others
 _ROUTED_ROWS = 512  # of a pass that are among experts at once, as experts.cpp
-_INT8 = 3
 MOST_SCORED = 8  # rows of a draft head's pass that are scored, as many as a tree waits for
 
 
-@dataclass(frozen=True, slots=True)
-class Products:
-    """The products of a graph. Bytes: `packed` of all weights, `largest` of one product's, `scales` of quantised ones,
-    `signed` of integer products, `looked_up` of tables of rows, `only_looked_up` without what products share with them.
-    `rotary`: of tables by position; `inner`, `width`: hidden sizes; `heads`: of queries, the most of one layer;
-    `beside`: of a second embedding, in all layers. `routed`: bytes of a row among experts.
+class Products(NamedTuple):
+    """The products of a graph. Bytes: `packed` of all weights, `largest` of one product's, `scales` of quantised ones.
+
+    `inner`, `width`: hidden sizes; `heads`: of queries, the most of one layer; `beside`: of a second embedding, in all
+    layers. `routed`: bytes of a row among experts.
     """
 
     packed: int
     largest: int
     scales: int
-    signed: int
-    looked_up: int
-    only_looked_up: int
-    rotary: int
     inner: int
     width: int
     heads: int
@@ -83,15 +63,16 @@ class Products:
 
 
 def footprint(path: Path, use: ModelUse) -> Footprint:
-    """The memory of the model at `path`, with the layer in it that drafts for it where `use` says so.
+    """The memory of the model at `path`, with the layers in it that draft for it where `use` says so.
 
     Raises ModelNotFound, ModelFileError, CapabilityError, and ConfigError.
     """
     source = open_source(path)
     found = _of_source(source, use)
-    if not use.has_mtp or not isinstance(source, GgufFile):
+    if not isinstance(source, GgufFile) or not (use.has_mtp or use.exit_layer):
         return found
-    layer = _of_source(source.drafter(), replace(use, context_length=min(found.context_length, DEFAULT_CONTEXT)))
+    drafter = source.first_layers(use.exit_layer) if use.exit_layer else source.drafter()
+    layer = _of_source(drafter, replace(use, context_length=min(found.context_length, DEFAULT_CONTEXT)))
     return replace(
         found,
         packed=found.packed + layer.packed,
@@ -103,27 +84,18 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
 
 
 def _of_source(source: Source, use: ModelUse) -> Footprint:
-    graph, products = once(f"onnx products {source.is_drafter}", source.path, lambda: _read(source))
+    graph, products = once(f"onnx products {source.is_drafter} {use.exit_layer}", source.path, lambda: _read(source))
     settings = OnnxSettings.checked(graph, source.config(), use)
     graph = adapted(graph, use.provider, settings.head_size)
-    if settings.cache_type_k == "int8" and not graph.is_shared:
-        raise CapabilityError(NO_INT8_CACHE)
-    cells, cache = settings.cells, 0 if source.reads_cache else _cache_bytes(graph, settings)
+    cells, cache = settings.context_length, 0 if source.reads_cache else _cache_bytes(graph, settings)
     results = _results_bytes(graph, products, settings)
     most = settings.max_outputs(graph.vocabulary_size)
     outputs = min(use.rows, most)
     unused = (most - outputs) * graph.vocabulary_size
-    loading = _loading_bytes(products) + source.reading_bytes()
-    files = sum(file.stat().st_size for file in source.mapped)
-    # Tiles are used where they lie: in their file, where those of products are read anyway, or in our own memory.
-    looked_up = products.only_looked_up if graph.has_tiles else products.looked_up
-    touched = min(looked_up, _TOUCHED_BYTES * settings.context_length) if files else 0
-    mapped = max(files - products.packed - products.only_looked_up, 0) + touched
-    packed = products.packed
+    loading, files = source.reading_bytes(), sum(file.stat().st_size for file in source.mapped)
+    packed, mapped = products.packed, max(files - products.packed, 0)
     if graph.has_tiles and not files:
         packed = graph.weight_bytes - source.reused_bytes() + source.rotary_bytes(cells)
-    elif graph.has_tiles and graph.max_positions:
-        mapped -= int(products.rotary * max(1 - cells / graph.max_positions, 0))  # positions that never occur
     vocabulary, reading = (0, 0) if source.is_drafter else _tokenizer_bytes(source, graph.vocabulary_size)
     encoded = 0 if source.is_drafter else _ENCODED_BYTES * settings.context_length
     if source.is_drafter:  # its branches ask for a few rows, and the target keeps states for it
@@ -137,7 +109,7 @@ def _of_source(source: Source, use: ModelUse) -> Footprint:
         logits=4 * outputs * graph.vocabulary_size,
         vocabulary=vocabulary + encoded,
         loading=loading,
-        loading_mapped=0 if loading else max(products.largest - touched, 0),
+        loading_mapped=0 if loading else products.largest,
         reading=reading,
         # A limit of data counts files too, as ONNX Runtime maps them for writing.
         # Logits of the widest pass are there and hardly written.
@@ -152,7 +124,7 @@ def _of_source(source: Source, use: ModelUse) -> Footprint:
 def cache_type(path: Path, use: ModelUse) -> str:
     """What its keys and values are stored as."""
     source = open_source(path)
-    graph, _ = once("onnx products", path, lambda: _read(source))
+    graph, _ = once("onnx products False None", path, lambda: _read(source))
     return OnnxSettings.checked(graph, source.config(), use).cache_type_k
 
 
@@ -161,17 +133,10 @@ def _results_bytes(graph: Graph, products: Products, settings: OnnxSettings) -> 
     if graph.head_sizes:
         row = 3 * products.inner + 6 * products.width + products.beside
         return _ARENA_FACTOR * 4 * settings.max_rows * row + min(settings.max_rows, _ROUTED_ROWS) * products.routed
-    cells = settings.cells
-    is_tiled = not graph.is_half or settings.cache_type_k == "int8" or settings.provider in HALF_ONLY
+    cells = settings.context_length
+    is_tiled = not graph.is_half or settings.provider in HALF_ONLY
     scores = 0 if is_tiled else products.heads * cells
     return _ARENA_FACTOR * 4 * settings.max_rows * (3 * products.inner + 4 * products.width + scores)
-
-
-def _loading_bytes(products: Products) -> int:
-    """What making signed weights unsigned takes, where that is done."""
-    if not products.signed or not products_saturate():
-        return 0
-    return products.signed + products.largest + min(2 * products.largest, _RETAINED_BYTES)
 
 
 def _tokenizer_bytes(source: Source, tokens: int) -> tuple[int, int]:
@@ -202,50 +167,28 @@ def _products(graph: Graph) -> Products:
     tensors = {tensor.name: tensor for tensor in found.initializer}
     packed: dict[str, int] = {}
     scales: dict[str, int] = {}
-    signed: dict[str, int] = {}
-    looked_up: dict[str, int] = {}
-    rotary: dict[str, int] = {}
-    tiles: set[str] = set()
     sizes = [(1, 1)]
     heads = routed = 0
     widths: list[int] = []  # of what is looked up
     for node in found.node:
-        if node.op_type == OWN_ATTENTION:
-            rotary |= {name: tensor_bytes(tensors[name]) for name in node.input[5:7] if name in tensors}
         if node.op_type == ATTENTION:
             heads = max(heads, attribute(node, "num_heads", 0))
-            rotary |= {name: tensor_bytes(tensors[name]) for name in node.input[7:9] if name in tensors}
-        if node.op_type in _LOOKUPS:
-            looked_up |= {name: tensor_bytes(tensors[name]) for name in node.input if name in tensors}
-        if node.op_type == LOOKUP:
+        elif node.op_type == LOOKUP:
             widths.append(attribute(node, "K"))
-        if node.op_type == EXPERTS:
+        elif node.op_type == EXPERTS:
             routed = max(routed, _routed_bytes(node))
-            tiles |= tensors.keys() & set(node.input[6:])
-        if node.op_type == PRODUCT:
+        elif node.op_type == PRODUCT:
             sizes.append(_tiled_size(node, graph.vocabulary_size))
-            tiles |= tensors.keys() & set(node.input[2:])
-            continue
-        weights = tensors.get(node.input[1]) if len(node.input) > 1 else None
-        if weights is None or node.op_type not in (_NBITS, *_PRODUCTS):
-            continue
-        packed[weights.name] = tensor_bytes(weights) * (2 if weights.data_type == FLOAT16 else 1)
-        if node.op_type == WHOLE_PRODUCT and weights.data_type == _INT8:
-            signed[weights.name] = tensor_bytes(weights)
-        if node.op_type == _NBITS and node.input[2] in tensors:
-            scales[node.input[2]] = tensor_bytes(tensors[node.input[2]])
-        sizes.append(_sizes(node, weights))
-    places = {name: _place(tensor) for name, tensor in tensors.items()}
-    in_products = {places[name] for name in (*packed, *scales, *tiles)}
+        elif node.op_type in (_NBITS, *_PRODUCTS) and (weights := tensors.get(node.input[1])) is not None:
+            packed[weights.name] = tensor_bytes(weights) * (2 if weights.data_type == FLOAT16 else 1)
+            if node.op_type == _NBITS and node.input[2] in tensors:
+                scales[node.input[2]] = tensor_bytes(tensors[node.input[2]])
+            sizes.append(_sizes(node, weights))
     inner = [size for size in sizes if size[1] != graph.vocabulary_size]
     return Products(
         sum(packed.values()),
         max(packed.values(), default=0),
         sum(scales.values()),
-        sum(signed.values()),
-        sum(looked_up.values()),
-        sum(size for name, size in looked_up.items() if places[name] not in in_products),
-        sum(rotary.values()),
         max(max(size) for size in inner),
         max(size[0] for size in sizes if size[1] == graph.vocabulary_size) if len(inner) < len(sizes) else 1,
         heads,
@@ -258,12 +201,6 @@ def _routed_bytes(node: Any) -> int:
     """What `Experts` keeps for one row: results of all its experts, and their inputs as bytes with scales."""
     width, inner = attribute(node, "K"), attribute(node, "F")
     return attribute(node, "used") * (4 * max(width, 2 * inner) + 2 * max(width, inner))
-
-
-def _place(tensor: Any) -> tuple[str, str]:
-    """Where a tensor lies: (file, offset), or (its name, ""). A tied head and embedding share a place in a file."""
-    entry = external_entry(tensor)
-    return (entry.get("location", ""), entry.get("offset", "0")) if entry else (tensor.name, "")
 
 
 def _sizes(node: Any, weights: Any) -> tuple[int, int]:
@@ -292,9 +229,6 @@ def _cache_bytes(graph: Graph, settings: OnnxSettings) -> int:
         keys_and_values = cache_bytes(kind, graph.head_sizes, settings.max_sequences, chunks) or 0
         return keys_and_values + running_bytes(graph.states, settings.max_sequences)
 
-    def size(entry: CacheEntry) -> int:
-        return 1 if settings.cache_type_k == "int8" else np.dtype(element_of(entry)).itemsize
-
-    per_token = sum(entry.heads * settings.head_size * size(entry) for entry in graph.cache)
+    per_token = bytes_per_token(graph, settings.head_size)
     # A cache that grows by concatenation exists twice while it is copied.
-    return per_token * settings.cells * settings.max_sequences * (1 if graph.is_shared else 2)
+    return per_token * settings.context_length * settings.max_sequences * (1 if graph.is_shared else 2)

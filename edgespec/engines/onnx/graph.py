@@ -8,21 +8,17 @@ their file, untouched. Graphs with a concatenated cache (Optimum) are left as th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from edgespec.engines.onnx.head import FLOAT, HIDDEN, LOGITS, attribute, give_hidden, keep_wanted_rows, shape_of
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.formats.onnx.graph import IN_MEMORY, external_entry, read_tensor
+from edgespec.formats.onnx.graph import IN_MEMORY, external_entry
 from edgespec.formats.onnx.tiles import ATTENTION as OWN_ATTENTION
-from edgespec.formats.onnx.tiles import DELTA_NET, DOMAIN, LAYOUT_VERSION, PRODUCT, SHORT_CONV
+from edgespec.formats.onnx.tiles import DELTA_NET, DOMAIN, FEATURES, LAYOUT_VERSION, PRODUCT, SHORT_CONV
 from edgespec.kernels.library import library_path, why_missing
-from edgespec.kernels.states import StateSizes
+from edgespec.kernels.memory import StateSizes
 
 if TYPE_CHECKING:
     from edgespec.engines.onnx.source import Source
@@ -31,7 +27,6 @@ ATTENTION = "GroupQueryAttention"
 MASK, POSITIONS = "attention_mask", "position_ids"
 LENGTHS, TOTAL = "edgespec.lengths", "edgespec.total"  # inputs of our own; a graph may use the plain names inside
 FLOAT16 = 10
-CacheScales = Mapping[str, NDArray[np.float32]]
 _OWN_LAYERS = (OWN_ATTENTION, DELTA_NET, SHORT_CONV)
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 
@@ -55,7 +50,7 @@ class Graph:
     `inputs`, `outputs`: names; `weight_bytes` of all initialisers;
     `is_half`: attention over a shared cache computes in float16; `has_tiles`: our kernels run it; `head_sizes`: of the
     heads of keys of all its layers, whose cache is then ours; `states`: of its layers that keep a running state;
-    `cells`: of the caches that it was read for, 0 for any.
+    `cells`: of the caches that it was read for, 0 for any; `feature_size`: of what a draft head reads for a row.
     """
 
     serialised: bytes
@@ -72,11 +67,11 @@ class Graph:
     head_sizes: tuple[int, ...] = ()
     states: tuple[StateSizes, ...] = ()
     cells: int = 0
+    feature_size: int = 0
 
 
 def read_graph(
     source: Source,
-    cache_scales: CacheScales | None = None,
     cells: int = 0,
     *,
     hidden_states: bool = False,
@@ -84,10 +79,9 @@ def read_graph(
 ) -> Graph:
     """The graph of an exported causal language model.
 
-    `cache_scales` by input name, [heads, head size] each: keys and values are stored as int8 times these. `cells`: the
-    capacity of the caches. `hidden_states`: make the input of the head an output, too, and before it the inputs
-    of `state_layers`. Raises ModelNotFound, ModelFileError for a file that is not such a graph, CapabilityError without
-    `onnx` or the kernels that the graph needs, or for layers it lacks.
+    `cells`: the capacity of the caches. `hidden_states`: make the input of the head an output, too, and before it the
+    inputs of `state_layers`. Raises ModelNotFound, ModelFileError for a file that is not such a graph, CapabilityError
+    without `onnx` or the kernels that the graph needs, or for layers it lacks.
     """
     model, path = source.graph(cells), source.path
     graph = model.graph
@@ -98,8 +92,6 @@ def read_graph(
     is_half = any(value.type.tensor_type.elem_type == FLOAT16 for value in graph.input if PAST.fullmatch(value.name))
     layers_of_ours = [node for node in graph.node if node.op_type in _OWN_LAYERS and node.domain == DOMAIN]
     own = [node for node in layers_of_ours if node.op_type == OWN_ATTENTION]
-    if cache_scales is not None:
-        _quantise_cache(graph, attention, cache_scales)
     cache = () if own else _cache_entries(graph, path)
     if hidden_states:
         layers = [_attention_of(layers_of_ours, attention, layer, path) for layer in state_layers]
@@ -112,8 +104,6 @@ def read_graph(
     if own:
         keep_wanted_rows(graph, path)
     max_positions = source.max_positions or _rotary_rows(graph, attention or own, path)
-    if attention and source.max_positions is None and max_positions is not None and max_positions < cells:
-        _lengthen_rotary(graph, attention, path, cells)
     widths = {value.name: (shape_of(value) or [""])[-1] for value in graph.output}
     vocabulary_size, hidden_size = widths.get(LOGITS), widths.get(HIDDEN)
     if not isinstance(vocabulary_size, int):
@@ -133,6 +123,7 @@ def read_graph(
         head_sizes=_head_sizes(own),
         states=_state_sizes(graph, layers_of_ours),
         cells=cells,
+        feature_size=next((int(shape_of(value)[-1]) for value in graph.input if value.name == FEATURES), 0),
     )
 
 
@@ -164,7 +155,7 @@ def _has_tiles(graph: Any, path: Path) -> bool:
     if layouts and (missing := why_missing() if library_path() is None else ""):
         raise CapabilityError(
             f"{path} runs on edgespec's own kernels, which this installation lacks: {missing}. Or export the model as "
-            "int8 or w8a8, which need none"
+            "int8, which needs none"
         )
     if other := layouts - {LAYOUT_VERSION}:
         raise ModelFileError(
@@ -241,29 +232,6 @@ def _rewrite_attention(graph: Any, attention: list[Any]) -> None:
         graph.input.append(helper.make_tensor_value_info(name, TensorProto.INT32, shape))
 
 
-def _quantise_cache(graph: Any, attention: list[Any], scales: CacheScales) -> None:
-    """Make every attention operator store keys and values as int8, with a scale per channel."""
-    from onnx import TensorProto, helper, numpy_helper
-
-    for node in attention:
-        inputs = [*node.input, *[""] * (14 - len(node.input))]
-        for place, past, kind in ((12, node.input[3], "k"), (13, node.input[4], "v")):
-            heads, size = scales[past].shape
-            inputs[place] = f"{past}.scale"
-            tensor = scales[past].astype(np.float32).reshape(1, heads, 1, size)
-            graph.initializer.append(numpy_helper.from_array(tensor, inputs[place]))
-            node.attribute.append(helper.make_attribute(f"{kind}_quant_type", "PER_CHANNEL"))
-        node.attribute.append(helper.make_attribute("kv_cache_bit_width", 8))
-        del node.input[:]
-        node.input.extend(inputs)
-    names = {node.input[i] for node in attention for i in (3, 4)} | {
-        node.output[i] for node in attention for i in (1, 2)
-    }
-    for value in (*graph.input, *graph.output):
-        if value.name in names:
-            value.type.tensor_type.elem_type = TensorProto.INT8
-
-
 def _widen_logits(graph: Any) -> None:
     """Give logits of half precision as float32."""
     from onnx import helper
@@ -293,47 +261,12 @@ def drop_dead(graph: Any) -> None:
                 del values[place]
 
 
-def _lengthen_rotary(graph: Any, attention: list[Any], path: Path, cells: int) -> None:
-    """Repeat the last row of the rotary tables: the operator requires one per cell, although positions end earlier."""
-    from onnx import numpy_helper
-
-    tables = {name for node in attention for name in node.input[7:9] if name}
-    for tensor in graph.initializer:
-        if tensor.name in tables:
-            rows = read_tensor(tensor, path.parent)
-            longer = np.concatenate((rows, np.repeat(rows[-1:], cells - len(rows), axis=0)))
-            tensor.CopyFrom(numpy_helper.from_array(longer, tensor.name))
-
-
 def check_weight_files(graph: Any, path: Path) -> None:
-    """Raise ModelFileError unless every external weight is inside its file, and that beside the graph."""
-    sizes: dict[str, int] = {}
+    """Raise ModelFileError for an external weight outside the graph's own folder. ONNX Runtime checks the sizes."""
     for tensor in graph.initializer:
-        entry = external_entry(tensor)
-        if entry.get("location", IN_MEMORY) == IN_MEMORY:
-            continue
-        name = entry["location"]
-        if Path(name).name != name:
+        name = external_entry(tensor).get("location", IN_MEMORY)
+        if name != IN_MEMORY and Path(name).name != name:
             raise ModelFileError(f"{path} names a weight file outside its own folder: {name!r}. Export it again")
-        if name not in sizes:
-            file = path.parent / name
-            if not file.is_file():
-                raise ModelFileError(f"{path} needs {name!r} beside it, which is missing. Copy it there")
-            sizes[name] = file.stat().st_size
-        offset, length = (
-            _whole(entry.get(key, "0"), f"{key} of {tensor.name!r}", path) for key in ("offset", "length")
-        )
-        end = offset + length
-        if end > sizes[name]:
-            raise ModelFileError(f"{path.parent / name} has {sizes[name]} bytes and needs {end}: it is truncated")
-
-
-def _whole(text: str, what: str, path: Path) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 20):
-        raise ModelFileError(
-            f"{path} is damaged: the {what} is {text[:40]!r}, a whole number is needed. Export it again"
-        )
-    return int(text)
 
 
 def weight_bytes(graph: Any) -> int:
@@ -343,4 +276,7 @@ def weight_bytes(graph: Any) -> int:
 def tensor_bytes(tensor: Any) -> int:
     """Bytes of one weight, in the graph or in a file beside it."""
     entry = external_entry(tensor)
-    return int(entry.get("length", 0)) if entry else int(tensor.ByteSize())
+    if not entry:
+        return int(tensor.ByteSize())
+    length = entry.get("length", "0")
+    return int(length) if length.isdecimal() and len(length) < 20 else 0  # loading it says what is wrong

@@ -1,8 +1,4 @@
-"""The output projection of an exported graph: finds it, limits it to chosen rows, makes its input an output.
-
-In a w8a8 export rows are quantised before the projection and scaled back after it, each row by itself, so leaving rows
-out does not change the others.
-"""
+"""The output projection of an exported graph: finds it, limits it to chosen rows, makes its input an output."""
 
 from __future__ import annotations
 
@@ -11,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.formats.onnx import WHOLE_PRODUCT
-from edgespec.formats.onnx.tiles import DOMAIN, NORM
+from edgespec.formats.onnx.tiles import DOMAIN, NORM, PRODUCT
 
 FLOAT = 1
 LOGITS, HIDDEN, OUTPUT_ROWS = "logits", "hidden_states", "edgespec.output_rows"
 UNARY_AFTER_HEAD = frozenset({"Cast", "Div", "Mul", "Tanh", "Where", "Add"})
-TO_CODES = frozenset({"Cast", "Add", "Round", "Div"})  # from the rows to the inputs of an integer product
-READ_ROWS = frozenset({"Abs", "Div"})  # for the scale, for the codes
+HEADS = frozenset({"MatMul", "MatMulNBits", "Gemm", PRODUCT})  # those whose first input is the hidden state
 
 
 def producers(graph: Any) -> dict[str, Any]:
@@ -45,20 +39,9 @@ def head_of(graph: Any, path: Path) -> Any:
         if value not in made:
             break
         head = made[value]
-    if "MatMul" not in head.op_type and head.op_type != "Gemm":
+    if head.op_type not in HEADS:
         raise ModelFileError(f"{path} has a head of an unknown kind ({head.op_type} {head.name!r}): export it again")
     return head
-
-
-def _rows_of(graph: Any, head: Any) -> tuple[str, list[Any]]:
-    """Name of the hidden states that a head reads, and the operators that read them."""
-    if head.op_type != WHOLE_PRODUCT:
-        return head.input[0], [head]
-    made = producers(graph)
-    rows = head.input[0]
-    while (node := made.get(rows)) is not None and node.op_type in TO_CODES:
-        rows = node.input[0]
-    return rows, [node for node in graph.node if node.op_type in READ_ROWS and rows in node.input]
 
 
 def give_hidden(graph: Any, path: Path, attention: Sequence[Any] = ()) -> None:
@@ -73,7 +56,7 @@ def give_hidden(graph: Any, path: Path, attention: Sequence[Any] = ()) -> None:
             raise CapabilityError(f"{path} gives its last hidden states only: export it without --hidden-states")
         return
     head = head_of(graph, path)
-    rows, _ = _rows_of(graph, head)
+    rows = head.input[0]
     widths: list[int | str] = [attribute(head, "K", 0)]
     widths += [int(tensor.dims[0]) for tensor in graph.initializer if tensor.name == head.input[1]]
     widths += [shape[-1] for v in graph.value_info if v.name == rows and (shape := shape_of(v))]
@@ -116,11 +99,9 @@ def keep_wanted_rows(graph: Any, path: Path) -> None:
     """Limit the head to the rows whose logits are wanted: it takes a large part of a narrow pass."""
     from onnx import TensorProto, helper
 
-    rows, readers = _rows_of(graph, head_of(graph, path))
-    kept = helper.make_node("Gather", [rows, OUTPUT_ROWS], ["wanted_rows"], axis=1, name="keep_wanted_rows")
-    outputs = {node.output[0] for node in readers}
-    place = next(i for i, node in enumerate(graph.node) if node.output[0] in outputs)
-    for node in readers:
-        node.input[:] = ["wanted_rows" if name == rows else name for name in node.input]
+    head = head_of(graph, path)
+    kept = helper.make_node("Gather", [head.input[0], OUTPUT_ROWS], ["wanted_rows"], axis=1, name="keep_wanted_rows")
+    place = next(i for i, node in enumerate(graph.node) if node.output[0] == head.output[0])
+    head.input[0] = "wanted_rows"
     graph.node.insert(place, kept)
     graph.input.append(helper.make_tensor_value_info(OUTPUT_ROWS, TensorProto.INT64, ["num_outputs"]))

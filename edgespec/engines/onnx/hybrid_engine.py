@@ -21,8 +21,9 @@ from edgespec.engines.onnx.source import Source
 from edgespec.engines.rows import SequenceRows
 from edgespec.errors import BatchError, CapabilityError, StateError
 from edgespec.formats.onnx.tiles import STATES
-from edgespec.kernels.states import NO_FLOOR, KernelStates, StateSizes, states_bytes
+from edgespec.kernels.memory import NO_FLOOR, KernelStates, StateSizes, states_bytes
 from edgespec.types import Batch, Logits
+from edgespec.vocabulary import Vocabulary
 
 LOG = 32  # rows of a pass that a text can drop
 
@@ -30,8 +31,15 @@ LOG = 32  # rows of a pass that a text can drop
 class HybridEngine(KernelEngine):
     """As `KernelEngine`; a text drops any of its last pass's rows, up to LOG, or returns to a checkpoint or to 0."""
 
-    def __init__(self, source: Source, graph: Graph, settings: OnnxSettings, config: ModelConfig) -> None:
-        super().__init__(source, graph, settings, config)
+    def __init__(
+        self,
+        source: Source,
+        graph: Graph,
+        settings: OnnxSettings,
+        config: ModelConfig,
+        vocabulary: Vocabulary | None = None,
+    ) -> None:
+        super().__init__(source, graph, settings, config, vocabulary)
         slots = settings.max_sequences
         size = states_bytes(graph.states, slots, LOG)
         if size is None:

@@ -52,7 +52,7 @@ class KernelHead(DraftHead):
         try:
             for first in range(0, token_ids.size, most):
                 part = Batch.chain(token_ids[first : first + most], sequence=self._slot, last_only=True)
-                logits = self._pass(part, states[first : first + most])
+                logits = self._pass(part, self._read(token_ids[first : first + most], states[first : first + most]))
                 self.end += part.width
         except BaseException:
             self.rollback(before)
@@ -68,12 +68,16 @@ class KernelHead(DraftHead):
         sequences = np.full(token_ids.size, self._slot, np.int32)
         batch = Batch(token_ids, np.array(parents, np.int32), sequences, outputs)
         try:
-            return self._pass(batch, states), self._engine.hidden_states()[wanted]
+            return self._pass(batch, self._read(token_ids, states)), self._engine.hidden_states()[wanted]
         finally:
             self.rollback(self.end)
 
-    def _pass(self, batch: Batch, states: States) -> Logits:
-        self._engine.features[: batch.width] = states
+    def _read(self, token_ids: TokenIds, states: States) -> States:
+        """What the rows of a pass read, of states [n, width] and the tokens after them [n]."""
+        return states
+
+    def _pass(self, batch: Batch, read: States) -> Logits:
+        self._engine.features[: batch.width] = read
         return self._engine.forward(batch)
 
     def rollback(self, to_end: int) -> None:

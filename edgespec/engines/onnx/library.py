@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,18 +15,17 @@ from typing import Any
 from edgespec.errors import Cancelled, EngineError
 from edgespec.installation import IMPORT_FAILURES, NO_TELEMETRY, is_importable, not_importable
 
-# Best first; the second name is onnxruntime's for the memory of the device.
+# Best first. Ours are onnxruntime's names of the memory of the devices.
 PROVIDERS = {
-    "cuda": ("CUDAExecutionProvider", "cuda"),
-    "dml": ("DmlExecutionProvider", "dml"),
-    "webgpu": ("WebGpuExecutionProvider", "webgpu"),
-    "cpu": ("CPUExecutionProvider", "cpu"),
+    "cuda": "CUDAExecutionProvider",
+    "dml": "DmlExecutionProvider",
+    "webgpu": "WebGpuExecutionProvider",
+    "cpu": "CPUExecutionProvider",
 }
 ERRORS_ONLY = 3
-# Providers in packages of their own, which are added to the installed onnxruntime: WebGPU (Direct3D 12, Metal, Vulkan)
-# on Windows, macOS and Linux. https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries/
-# Our name of a provider -> the module that says where its library lies.
-PLUGINS = {"webgpu": "onnxruntime_ep_webgpu"}
+# A provider in a package of its own, which is added to the installed onnxruntime: Direct3D 12, Metal, Vulkan.
+# https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries/
+PLUGIN, PLUGIN_MODULE = "webgpu", "onnxruntime_ep_webgpu"
 # Our name of a provider -> its library in onnxruntime's own package, where that brings it.
 _BUILT_IN = {"cuda": "*onnxruntime_providers_cuda*", "dml": "DirectML*"}
 failures: dict[str, str] = {}  # by our name of a provider: why its plugin is of no use here
@@ -65,7 +63,7 @@ def installed_providers() -> tuple[str, ...]:
     """Our names of the devices that this build of ONNX Runtime supports, best first; the machine may lack them."""
     available = _built_in()  # first: a plugin that is registered stands among them, with a device or without
     devices = plugin_devices(library())
-    return tuple(name for name, (provider, _) in PROVIDERS.items() if provider in available or name in devices)
+    return tuple(name for name, provider in PROVIDERS.items() if provider in available or name in devices)
 
 
 def possible_devices() -> tuple[str, ...]:
@@ -76,33 +74,30 @@ def possible_devices() -> tuple[str, ...]:
     runtime = find_spec("onnxruntime")
     folder = None if runtime is None or runtime.origin is None else Path(runtime.origin).parent / "capi"
     built_in = [name for name, files in _BUILT_IN.items() if folder is not None and any(folder.glob(files))]
-    return (*built_in, *(name for name, module in PLUGINS.items() if is_importable(module)))
+    return (*built_in, *([PLUGIN] if is_importable(PLUGIN_MODULE) else []))
 
 
 @cache
 def plugin_devices(onnxruntime: Any) -> Mapping[str, Any]:
-    """By our name of a provider: its first device on this machine. A plugin without one is left out.
+    """By our name of the plugin's provider: its first device on this machine; empty without one.
 
-    The plugins that are installed are registered, once: they stay in the process. Their libraries report what they lack
-    by exceptions of many kinds, and none of them may keep the CPU from working.
+    It is registered, once, and stays in the process. Its library reports what it lacks by exceptions of many kinds, and
+    none of them may keep the CPU from working.
     """
-    found: dict[str, Any] = {}
-    for name, module in PLUGINS.items():
-        if find_spec(module) is None:
-            continue
-        plugin = import_module(module)
-        try:
-            onnxruntime.register_execution_provider_library(f"edgespec-{name}", plugin.get_library_path())
-        except Exception as exc:  # of the runtime: another version, a library that a system lacks
-            failures[name] = " ".join(str(exc).split())
-            continue
-        names = plugin.get_ep_names()
-        devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name in names]
-        if devices:
-            found[name] = devices[0]
-        else:
-            failures[name] = "it finds no GPU"
-    return found
+    if find_spec(PLUGIN_MODULE) is None:
+        return {}
+    plugin = import_module(PLUGIN_MODULE)
+    try:
+        onnxruntime.register_execution_provider_library(f"edgespec-{PLUGIN}", plugin.get_library_path())
+    except Exception as exc:  # of the runtime: another version, a library that a system lacks
+        failures[PLUGIN] = " ".join(str(exc).split())
+        return {}
+    names = plugin.get_ep_names()
+    for device in onnxruntime.get_ep_devices():
+        if device.ep_name in names:
+            return {PLUGIN: device}
+    failures[PLUGIN] = "it finds no GPU"
+    return {}
 
 
 def device_identity(name: str) -> str:
@@ -114,7 +109,7 @@ def device_identity(name: str) -> str:
         return ""
     found = plugin_devices(library()).get(name)
     if found is None:
-        built_in = (each for each in library().get_ep_devices() if each.ep_name == PROVIDERS[name][0])
+        built_in = (each for each in library().get_ep_devices() if each.ep_name == PROVIDERS[name])
         found = next(built_in, None)
     if found is None:
         return name
@@ -122,14 +117,6 @@ def device_identity(name: str) -> str:
     # Not where the provider's library lies, which another environment changes.
     versions = sorted((key, value) for key, value in found.ep_metadata.items() if key != "library_path")
     return f"{versions} {sorted(device.metadata.items())} {device.vendor} {device.vendor_id} {device.device_id}"
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """Where a session runs: our name of the provider, and onnxruntime's name of its memory."""
-
-    provider: str
-    memory: str
 
 
 def is_hardware(name: str) -> bool:

@@ -1,45 +1,30 @@
-"""Opens an ONNX model: its session and caches, the scales of an int8 cache, and what its first passes show."""
+"""Opens an ONNX model: its session and caches, and what its first passes show."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
-
-import numpy as np
-from msgspec import Meta, ValidationError, convert
+from typing import Any
 
 from edgespec.engines.base import Engine
 from edgespec.engines.onnx.devices import HALF_ONLY, adapted
-from edgespec.engines.onnx.exits import ExitPasses
-from edgespec.engines.onnx.graph import CacheScales, Graph, read_graph
-from edgespec.engines.onnx.library import Device, device_identity, run_options, version
-from edgespec.engines.onnx.passes import ConcatenatedPasses, Passes, PassRows, SharedPasses
-from edgespec.engines.onnx.sessions import open_sessions, providers_for, try_graph
+from edgespec.engines.onnx.graph import Graph, read_graph
+from edgespec.engines.onnx.library import device_identity, version
+from edgespec.engines.onnx.passes import ConcatenatedPasses, Passes, SharedPasses
+from edgespec.engines.onnx.sessions import open_session, providers_for, try_graph
 from edgespec.engines.onnx.settings import CONFIGS, OnnxSettings
 from edgespec.engines.onnx.source import ExportFolder, Source, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
-from edgespec.engines.proof import PREFIX, TEXT
+from edgespec.engines.proof import PREFIX
 from edgespec.engines.rows import fault_of
 from edgespec.engines.widths import METHOD
-from edgespec.errors import CapabilityError, EngineError, ModelFileError
-from edgespec.platform import disk_cache
+from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.platform.disk_cache import file_key, key_of
 from edgespec.platform.machine import processor
-from edgespec.platform.memory import return_freed_memory
-from edgespec.types import Batch, packed
+from edgespec.types import Batch
 
-# Of an int8 KV cache, for which it is measured how large each channel gets on a text of several kinds.
-MARGIN = 1.25  # values are clipped at this multiple of the largest one seen
-STEP = 32
-_LEAST_VALUE, _MOST_VALUE = 1e-6, 1e6  # plausible largest magnitude of a channel
-_Scale = Annotated[float, Meta(gt=0.99 * _LEAST_VALUE * MARGIN / 127, lt=_MOST_VALUE * MARGIN / 127)]
-_Scales = dict[str, list[list[_Scale]]]
-NO_INT8_CACHE = "an int8 cache needs GroupQueryAttention; this export concatenates its cache, use f32"
-
-
-Opened = tuple[Passes, Device, Graph]  # where they run, and the graph as that device runs it
+Opened = tuple[Passes, str, Graph]  # on which provider they run, and the graph as that one runs it
 
 
 def all_files(path: Path) -> list[Path]:
@@ -66,8 +51,7 @@ def try_folder(path: Path) -> None:
 def open_passes(source: Source, graph: Graph, settings: OnnxSettings, run_options: Any) -> Opened:
     """On the provider of `settings`, or on the best one that can run the whole graph.
 
-    Raises as `providers_for` and `adapted`, ModelFileError and CapabilityError as `open_session`, and with an exit
-    layer as `partition`.
+    Raises as `providers_for` and `adapted`, ModelFileError and CapabilityError as `open_session`.
     """
     names = providers_for(settings.provider)
     for name in names[:-1]:
@@ -81,47 +65,10 @@ def open_passes(source: Source, graph: Graph, settings: OnnxSettings, run_option
 def _open_on(provider: str, source: Source, graph: Graph, settings: OnnxSettings, run_options: Any) -> Opened:
     settings = replace(settings, provider=provider)
     graph = adapted(graph, provider, settings.head_size)
-    if settings.exit_layer is not None:
-        parts = ExitPasses(source, graph, settings, run_options, settings.exit_layer)
-        return parts, parts.device, graph
-    sessions, device = open_sessions(graph, source, settings)
+    arrays = source.arrays(graph.cells)
+    session = open_session(graph.serialised, source.folder, threads=settings.threads, provider=provider, arrays=arrays)
     kind = SharedPasses if graph.is_shared else ConcatenatedPasses
-    return kind(sessions, graph, device, run_options, settings), device, graph
-
-
-def cache_scales(source: Source, graph: Graph, settings: OnnxSettings) -> CacheScales:
-    """Measured once per file, on a text, with the export's own cache type."""
-    if not graph.is_shared:
-        raise CapabilityError(NO_INT8_CACHE)
-    key = key_of("cache scales", TEXT, *map(file_key, source.files), version())
-    measured = disk_cache.get("cache-scales", key, _Scales)
-    if measured is None or measured.keys() != {entry.past for entry in graph.cache}:
-        measured = _measured_scales(source, graph, settings)
-        return_freed_memory()  # a whole session was freed, and another one is made next
-        try:
-            convert(measured, _Scales)
-        except ValidationError as exc:
-            raise ModelFileError(
-                f"the keys and values of {source.path} are not plausible numbers: export the model again"
-            ) from exc
-        disk_cache.put("cache-scales", key, measured)
-    return {name: np.array(values, np.float32) for name, values in measured.items()}
-
-
-def _measured_scales(source: Source, graph: Graph, settings: OnnxSettings) -> dict[str, list[list[float]]]:
-    """The step of a code [heads, head size] by name of the cache's input, in a session of its own."""
-    passes, _, graph = open_passes(source, graph, replace(settings, exit_layer=None), run_options())
-    assert isinstance(passes, SharedPasses)
-    text = TokenizerFile(source.folder, graph.vocabulary_size).encode(TEXT)[: settings.context_length]
-    token_ids = np.array(text, np.int32)
-    for start in range(0, token_ids.size, STEP):
-        ids = token_ids[start : start + STEP]
-        passes.run(0, PassRows(start, ids, np.array([ids.size - 1], np.intp)))
-    largest = passes.largest_values(0, token_ids.size)
-    return {
-        entry.past: (np.maximum(found, _LEAST_VALUE) * MARGIN / 127).tolist()
-        for entry, found in zip(graph.cache, largest, strict=True)
-    }
+    return kind(session, graph, run_options, settings), provider, graph
 
 
 def widths_key(source: Source, settings: OnnxSettings, provider: str, widest: int, states: object) -> str:
@@ -130,15 +77,10 @@ def widths_key(source: Source, settings: OnnxSettings, provider: str, widest: in
         settings.threads,
         provider,
         device_identity(provider),
-        settings.cache_type_k,
-        settings.exit_layer,
         states,
     )
     measured = (widest, settings.context_length > PREFIX + widest)
     return key_of(METHOD, "onnx chains", *map(file_key, source.files), version(), processor(), kernels, measured)
-
-
-_ROUNDING = 0.1  # of the deviation of the logits: how far those of the same row may be off in another pass
 
 
 def check_logits(engine: Engine, path: Path) -> None:
@@ -148,26 +90,3 @@ def check_logits(engine: Engine, path: Path) -> None:
         engine.close()
         raise ModelFileError(f"{path} is not a usable model: {fault}. Download or export it again")
     engine.rollback(0)
-
-
-def batches_work(engine: Engine) -> bool:
-    """Whether rows of two sequences in a batch have about the logits that they have alone; leaves both empty.
-
-    A graph of another exporter may have been made for a batch of one.
-    """
-    if engine.facts.context_length < 2:
-        return False
-    rows = [Batch.chain([sequence], sequence=sequence) for sequence in (0, 1)]
-    try:
-        for row in rows:
-            engine.forward(row)
-        together = engine.forward(packed(rows)).copy()
-        for sequence in (0, 1):
-            engine.rollback(1, sequence)
-        alone = np.concatenate([engine.forward(row).copy() for row in rows])
-    except EngineError:
-        return False
-    finally:
-        for sequence in (0, 1):
-            engine.rollback(0, sequence)
-    return bool(np.abs(together - alone).max() < _ROUNDING * alone.std())

@@ -1,9 +1,7 @@
 """One pass over consecutive rows of one KV cache, and the caches that passes read and extend.
 
 `SharedPasses`: GroupQueryAttention writes new keys and values into the buffer that holds the old ones, so nothing is
-copied and a rollback only changes a length. Inputs and outputs are bound once per width. The caches of a layer lie
-behind one another, so that one pass can also extend several of them by a token each: the operator then takes them as a
-batch, and each row reads its own cache alone.
+copied and a rollback only changes a length. Inputs and outputs are bound once per width.
 
 `ConcatenatedPasses`: of exports whose cache grows by concatenation (Optimum), where every pass copies all keys and
 values: 1.6 to 1.9 times slower per token.
@@ -12,7 +10,7 @@ values: 1.6 to 1.9 times slower per token.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +19,9 @@ from numpy.typing import NDArray
 
 from edgespec.engines.onnx.graph import LENGTHS, MASK, POSITIONS, TOTAL, CacheEntry, Graph
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
-from edgespec.engines.onnx.library import Device, library, translated
+from edgespec.engines.onnx.library import library, translated
 from edgespec.engines.onnx.pages import untouched_zeros
-from edgespec.engines.onnx.sessions import Bindings, Sessions
+from edgespec.engines.onnx.sessions import Bindings
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.errors import CapabilityError
 from edgespec.types import Logits, TokenIds
@@ -41,20 +39,10 @@ class PassRows:
     outputs: NDArray[np.intp]
 
 
-def end_of_pass(base: int, end: int, edge: int) -> int:
-    """Where a pass over the cells from `base` to `end` has to end: at the edge if that lies between them."""
-    return edge if base < edge < end else end
-
-
-def rows_before(base: int, missing: int, edge: int) -> int:
-    """How many of `missing` rows can be the ones before cell `base`: all or none."""
-    return missing if missing <= base and not base - missing < edge <= base else 0
-
-
 class Passes(ABC):
     """`bytes_per_token` of one cache; `capacity`, its cells; `logits` [outputs, vocabulary], which passes overwrite.
 
-    `hidden_size` of the states that `hidden` gives, 0 if none. `sessions`: one for each part of the graph.
+    `hidden_size` of the states that `hidden` gives, 0 if none.
     """
 
     hidden_size = 0
@@ -62,7 +50,6 @@ class Passes(ABC):
     bytes_per_token: int
     capacity: int
     logits: Logits
-    sessions: Sequence[Sessions]
 
     @abstractmethod
     def run(self, cache: int, rows: PassRows) -> Logits:
@@ -102,31 +89,19 @@ def bytes_per_token(graph: Graph, head_size: int) -> int:
 
 
 class SharedPasses(Passes):
-    """Independent caches of one buffer per layer, made when first used.
+    """Independent caches of one buffer per layer, made when first used."""
 
-    `has_batches`: whether `run_each` may be used.
-    """
-
-    def __init__(
-        self, sessions: Sessions, graph: Graph, device: Device, run_options: Any, settings: OnnxSettings
-    ) -> None:
-        """`graph` may be a part of a model, without a cache or without logits."""
-        max_rows = max(settings.max_rows, settings.max_sequences)
-        tokens = graph.vocabulary_size
-        max_outputs = max(settings.max_outputs(tokens), settings.max_sequences) if tokens else 0
-        self.sessions = (sessions,)
-        self._bindings = Bindings(sessions, run_options)
-        self._graph, self._device = graph, device
-        self.capacity = settings.cells if graph.cache else 0
-        self._head_size = settings.head_size
-        self.num_caches = settings.max_sequences
-        self.has_batches = self.num_caches > 1 and device.memory == "cpu" and bool(graph.cache)
-        self._whole: list[NDArray[Any]] = []  # per input, all caches [num_caches, heads, capacity, head size]
-        self._buffers: dict[tuple[int, int], list[Any]] = {}  # those of some caches, by the first and their number
+    def __init__(self, session: Any, graph: Graph, run_options: Any, settings: OnnxSettings) -> None:
+        max_rows, tokens = settings.max_rows, graph.vocabulary_size
+        max_outputs = settings.max_outputs(tokens)
+        self._bindings = Bindings(session, run_options)
+        self._graph, self._memory = graph, settings.provider
+        self.capacity, self._head_size = settings.context_length, settings.head_size
+        self._buffers: dict[int, list[Any]] = {}  # by cache: [1, heads, capacity, head size] per input
         self._ids = np.zeros(max_rows, np.int64)
         self._positions = np.zeros(max_rows, np.int64)
-        self._output_rows = np.zeros(max(max_outputs, max_rows), np.int64)
-        self._lengths = np.zeros(self.num_caches, np.int32)
+        self._output_rows = np.zeros(max_rows, np.int64)
+        self._lengths = np.zeros(1, np.int32)
         self._total = np.zeros(1, np.int32)
         self.logits = untouched_zeros((max_outputs, tokens), np.float32)
         self.hidden_size = graph.hidden_size or 0
@@ -135,41 +110,22 @@ class SharedPasses(Passes):
         self.bytes_per_token = bytes_per_token(graph, settings.head_size)
 
     def run(self, cache: int, rows: PassRows) -> Logits:
-        self._run(self._bound(cache, rows))
-        return self.logits[: rows.outputs.size]
-
-    def run_each(self, first: int, token_ids: TokenIds, bases: NDArray[np.int32]) -> Logits:
-        """A row of its own for each of the caches from `first` on: `token_ids` [n] for their cells `bases` [n], not 0.
-
-        Logits [n, vocabulary], a view that the next call overwrites. Raises as `run`.
-        """
-        count, total = token_ids.size, int(bases.max()) + 1
-        self._ids[:count] = token_ids
-        self._positions[:count] = self._lengths[:count] = bases
-        self._output_rows[0], self._total[0] = 0, total
-        self._run(self._bindings.of((first, count, 1, 1), self._bind))
-        return self.logits[:count]
-
-    def _run(self, binding: Any) -> None:
-        self._bindings.run(binding, on_device=self._device.memory != "cpu")
-
-    def _bound(self, cache: int, rows: PassRows) -> Any:
-        """The binding of everything that the pass over `rows` reads and writes."""
         width, count, total = rows.token_ids.size, rows.outputs.size, rows.base + rows.token_ids.size
         self._ids[:width] = rows.token_ids
         self._positions[:width] = self._counting[rows.base : total]
         self._output_rows[:count] = rows.outputs
         self._lengths[0], self._total[0] = total - 1, total
-        binding = self._bindings.of((cache, 1, width, count), self._bind)
-        if self._device.memory != "cpu":
-            self._bind_rows(binding, 1, width, count)  # which copies them to the device: a binding keeps that copy
-        return binding
+        binding, on_device = self._bindings.of((cache, width, count), self._bind), self._memory != "cpu"
+        if on_device:
+            self._bind_rows(binding, width, count)  # which copies them to the device: a binding keeps that copy
+        self._bindings.run(binding, on_device=on_device)
+        return self.logits[:count]
 
-    def _bind_rows(self, binding: Any, num_caches: int, width: int, count: int) -> None:
+    def _bind_rows(self, binding: Any, width: int, count: int) -> None:
         inputs: dict[str, tuple[tuple[int, ...], NDArray[Any]]] = {
-            "input_ids": ((num_caches, width), self._ids),
-            POSITIONS: ((num_caches, width), self._positions),
-            LENGTHS: ((num_caches,), self._lengths),
+            "input_ids": ((1, width), self._ids),
+            POSITIONS: ((1, width), self._positions),
+            LENGTHS: ((1,), self._lengths),
             TOTAL: ((), self._total),
             OUTPUT_ROWS: ((count,), self._output_rows),
         }
@@ -177,51 +133,38 @@ class SharedPasses(Passes):
             if name in self._graph.inputs:
                 binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
 
-    def _bind(self, binding: Any, first: int, num_caches: int, width: int, count: int) -> None:
-        """For `num_caches` from `first` on, `width` rows in each, `count` of them with logits."""
-        self._bind_rows(binding, num_caches, width, count)
-        for entry, buffer in zip(self._graph.cache, self._cache_buffers(first, num_caches), strict=True):
+    def _bind(self, binding: Any, cache: int, width: int, count: int) -> None:
+        """For `width` rows, `count` of them with logits."""
+        self._bind_rows(binding, width, count)
+        for entry, buffer in zip(self._graph.cache, self._cache_buffers(cache), strict=True):
             binding.bind_ortvalue_input(entry.past, buffer)
             binding.bind_ortvalue_output(entry.present, buffer)
-        if LOGITS in self._graph.outputs:
-            wanted = num_caches, count, self._graph.vocabulary_size
-            binding.bind_output(LOGITS, "cpu", 0, np.float32, wanted, self.logits.ctypes.data)
+        wanted = 1, count, self._graph.vocabulary_size
+        binding.bind_output(LOGITS, "cpu", 0, np.float32, wanted, self.logits.ctypes.data)
         if HIDDEN in self._graph.outputs:
-            shape = (num_caches, width, self.hidden_size)
+            shape = (1, width, self.hidden_size)
             binding.bind_output(HIDDEN, "cpu", 0, np.float32, shape, self._hidden.ctypes.data)
 
-    def _cache_buffers(self, first: int, count: int = 1) -> list[Any]:
-        key = first, count
-        if key not in self._buffers:
+    def _cache_buffers(self, cache: int) -> list[Any]:
+        if cache not in self._buffers:
             make = library().OrtValue.ortvalue_from_numpy
-            device = () if self._device.memory == "cpu" else (self._device.memory, 0)
-            self._buffers[key] = [make(memory, *device) for memory in self._memory(first, count)]
-        return self._buffers[key]
-
-    def _memory(self, first: int, count: int) -> Iterator[NDArray[Any]]:
-        """Of some caches [count, heads, capacity, head size]: views of what all of them share, or new."""
-        number = self.num_caches if self.has_batches else count
-        sizes = ((number, entry.heads, self.capacity, self._head_size) for entry in self._graph.cache)
-        made = (untouched_zeros(size, element_of(entry)) for size, entry in zip(sizes, self._graph.cache, strict=True))
-        if not self.has_batches:
-            return made
-        self._whole = self._whole or list(made)
-        return (memory[first : first + count] for memory in self._whole)
+            device = () if self._memory == "cpu" else (self._memory, 0)
+            self._buffers[cache] = [
+                make(untouched_zeros((1, entry.heads, self.capacity, self._head_size), element_of(entry)), *device)
+                for entry in self._graph.cache
+            ]
+        return self._buffers[cache]
 
     def _put(self, buffer: Any, values: NDArray[Any]) -> None:
         """Write `values` [heads, n, head size] to the beginning of a buffer; that of a device is read and sent back."""
         whole = buffer.numpy()
         whole[0, :, : values.shape[1]] = values
-        if self._device.memory != "cpu":
+        if self._memory != "cpu":
             buffer.update_inplace(whole)
 
     def copy(self, source: int, destination: int, length: int) -> None:
         for ours, theirs in zip(self._cache_buffers(source), self._cache_buffers(destination), strict=True):
             self._put(theirs, ours.numpy()[0, :, :length])
-
-    def largest_values(self, cache: int, length: int) -> list[NDArray[np.float32]]:
-        """Per buffer [heads, head size]: the largest magnitude among the first `length` cells."""
-        return [np.abs(buffer.numpy()[0, :, :length]).max(axis=1) for buffer in self._cache_buffers(cache)]
 
     def read(self, cache: int, length: int) -> bytes:
         return b"".join(buffer.numpy()[0, :, :length].tobytes() for buffer in self._cache_buffers(cache))
@@ -241,16 +184,13 @@ KNOWN_INPUTS = frozenset({"input_ids", MASK, POSITIONS})
 class ConcatenatedPasses(Passes):
     """Caches as one array per layer and sequence, [1, heads, cells, head size], cut to size before each pass."""
 
-    def __init__(
-        self, sessions: Sessions, graph: Graph, device: Device, run_options: Any, settings: OnnxSettings
-    ) -> None:
+    def __init__(self, session: Any, graph: Graph, run_options: Any, settings: OnnxSettings) -> None:
         past = {entry.past for entry in graph.cache}
         unknown = sorted(graph.inputs - KNOWN_INPUTS - past)
         if unknown:
             raise CapabilityError(f"this export has inputs that edgespec does not know: {', '.join(unknown)}")
-        self.sessions = (sessions,)
-        self._graph, self._options, self._head_size = graph, run_options, settings.head_size
-        self.capacity = settings.cells
+        self._session, self._graph, self._options, self._head_size = session, graph, run_options, settings.head_size
+        self.capacity = settings.context_length
         self._caches: dict[int, list[Any]] = {}
         self.logits = untouched_zeros((settings.max_outputs(graph.vocabulary_size), graph.vocabulary_size), np.float32)
         hidden = [HIDDEN] if HIDDEN in graph.outputs else []
@@ -272,7 +212,7 @@ class ConcatenatedPasses(Passes):
             whole = array.shape[2] == rows.base
             feeds[entry.past] = make(array if whole else np.ascontiguousarray(array[:, :, : rows.base]))
         with translated(self._options):
-            found, *present = self.sessions[0].current().run_with_ort_values(self._outputs, feeds, self._options)
+            found, *present = self._session.run_with_ort_values(self._outputs, feeds, self._options)
         if HIDDEN in self._graph.outputs:
             self._hidden = present.pop(0).numpy()[0]
         self._caches[cache] = [value.numpy() for value in present]

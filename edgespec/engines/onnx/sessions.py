@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from time import monotonic, perf_counter
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
 from numpy.typing import NDArray
 
-from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.library import (
     ERRORS_ONLY,
     PROVIDERS,
-    Device,
     failures,
     failures_of_library,
     installed_providers,
@@ -29,26 +25,17 @@ from edgespec.engines.onnx.library import (
     plugin_devices,
     translated,
 )
-from edgespec.engines.onnx.settings import OnnxSettings
-from edgespec.engines.onnx.source import Source
-from edgespec.errors import CapabilityError, ConfigError, EdgespecError, ModelFileError
-from edgespec.formats.onnx import WHOLE_PRODUCT
+from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.formats.onnx.tiles import PRODUCT
 from edgespec.installation import install_command
 from edgespec.kernels.library import library_path
 from edgespec.kernels.tiles import held
-from edgespec.platform.machine import products_saturate
-from edgespec.platform.memory import keep_one_arena, return_freed_memory, spare_memory
 
 Arrays = Mapping[str, NDArray[Any]]
 NO_ARRAYS: Arrays = MappingProxyType({})
 _made: WeakSet[Any] = WeakSet()
 NO_FALLBACK = "assigned to the default CPU EP"  # in ONNX Runtime's words for a graph that a device runs in part only
-KEPT_S = 5.0  # the session that was replaced, in which a trial of the other may be given up again
-ROOM = 1.5  # times the weights: what nobody may have planned for before they are held twice
-FLASH_OFF = "ORT_GQA_DISABLE_FLASH_ATTENTION"
 MAX_BINDINGS = 512
-_lock, _num_without = threading.Lock(), 0
 
 
 def providers_for(provider: str) -> tuple[str, ...]:
@@ -79,41 +66,14 @@ def open_session(
     threads: int,
     provider: str,
     spins: bool = True,
-    flash: bool = True,
     arrays: Arrays = NO_ARRAYS,
-) -> tuple[Any, Device]:
+) -> Any:
     """A session of a serialised graph whose weights are in `folder` or `arrays`, on one of `providers_for`.
 
-    `spins`: see `Sessions`; `flash` False: without flash attention on the CPU.
-
-    Raises CapabilityError for a provider that lacks an operator of this model, ModelFileError for a bad model.
+    `spins`: whether threads that wait for one another between operators spin, or sleep. Raises CapabilityError for a
+    provider that lacks an operator of this model, ModelFileError for a bad model.
     """
-    with nullcontext() if flash else without_flash():
-        return _open(graph, folder, threads, provider, arrays, spins=spins), Device(provider, PROVIDERS[provider][1])
-
-
-@contextmanager
-def without_flash() -> Iterator[None]:
-    """No flash attention in the sessions for the CPU that are made here, nor in others that are made meanwhile.
-
-    ONNX Runtime has no option for that but a variable of the environment. It is set for good, and only its value
-    changes later: another thread may read the environment, which must not move then.
-    """
-    global _num_without
-    with _lock:
-        _num_without += 1
-        os.environ[FLASH_OFF] = "1"
-    try:
-        yield
-    finally:
-        with _lock:
-            _num_without -= 1
-            if not _num_without:
-                os.environ[FLASH_OFF] = "0"
-
-
-def _open(graph: bytes, folder: Path, threads: int, name: str, arrays: Arrays, *, spins: bool = True) -> Any:
-    ort = library()
+    ort, name = library(), provider
     options, graph = _options(graph, folder, threads, name)
     if arrays:  # a GGUF. Else a second pass of one width gets a block for all results, beside those of the first.
         options.enable_mem_pattern = False
@@ -124,7 +84,7 @@ def _open(graph: bytes, folder: Path, threads: int, name: str, arrays: Arrays, *
             load_cuda()
         if device := plugin_devices(ort).get(name):
             options.add_provider_for_devices([device], {})
-        providers = None if device else [PROVIDERS[name][0]]
+        providers = None if device else [PROVIDERS[name]]
         with _given(graph, arrays, options) if arrays else nullcontext(graph) as made:
             session = ort.InferenceSession(made, options, providers=providers)
         if arrays:  # it reads them as long as it lives, and holds no reference to them
@@ -162,103 +122,26 @@ def _given(graph: bytes, arrays: Arrays, options: Any) -> Iterator[bytes]:
         yield model.SerializeToString()
 
 
-class Sessions:
-    """The session in use, and how its threads wait for one another between operators: spinning, or asleep.
-
-    Spinning is faster on an idle machine, by 5 to 12% for a model of 1.2 billion weights. Beside another busy program a
-    thread that spins takes the core that the thread it waits for needs, and sleeping is up to 1.4 times as fast. ONNX
-    Runtime fixes the way when a session is made, so the other one needs a second session. It is made in a thread of its
-    own while passes go on, takes the first one's place, and the one that is no longer used is freed soon after. A core
-    is busy with it for as long as with the load: whoever asks for it weighs that (`ThreadControl`).
-
-    `make(spins)` opens one of `weight_bytes`; the first spins, and took `make_s`.
-    """
-
-    def __init__(self, make: Callable[[bool], Any], weight_bytes: int) -> None:
-        started_s = perf_counter()
-        self._make, self._weight_bytes = make, weight_bytes
-        self._open: dict[bool, Any] = {True: make(True)}
-        self.make_s = perf_counter() - started_s
-        self._spins = True
-        self._making: threading.Thread | None = None
-        self._left_s = 0.0  # when the other one was last in use
-        self._was_dropped = False  # since the last pass
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the session in use waits as was asked for."""
-        return self._making is None
-
-    def want(self, *, spins: bool) -> None:
-        """Use a session that waits in this way as soon as there is one; the present one where memory is short."""
-        if spins == self._spins:
-            return
-        self._spins, self._left_s = spins, 0.0
-        if spins in self._open or self._making is not None or not self._has_room():
-            return
-        # In an arena of its own, what the thread allocates in between would keep the session's memory after its end.
-        keep_one_arena()
-        self._making = threading.Thread(target=self._add, args=(spins,), name="edgespec-session", daemon=True)
-        self._making.start()
-
-    @property
-    def spins(self) -> bool:
-        """Whether the session for the next pass spins."""
-        return self._spins if self._spins in self._open else not self._spins
-
-    def current(self) -> Any:
-        """The session for the next pass."""
-        if self._making is not None and not self._making.is_alive():
-            self._making = None
-        if self._was_dropped:  # and freed by now: the last pass may still have held it
-            self._was_dropped = False
-            return_freed_memory()
-        found = self._open[self.spins]
-        if len(self._open) > 1 and self._making is None:
-            now_s = monotonic()
-            self._left_s = self._left_s or now_s
-            if now_s > self._left_s + KEPT_S:
-                self._open = {self.spins: found}
-                self._left_s, self._was_dropped = 0.0, True
-        return found
-
-    def close(self) -> None:
-        """Wait for a session that is being made, which reads the model's files, and drop all."""
-        if self._making is not None:
-            self._making.join()
-        self._open.clear()
-
-    def _has_room(self) -> bool:
-        spare = spare_memory()
-        return spare is None or spare > ROOM * self._weight_bytes
-
-    def _add(self, spins: bool) -> None:
-        try:
-            self._open[spins] = self._make(spins)
-        except (EdgespecError, MemoryError, OSError):  # the last: the model's folder is gone
-            return  # passes go on in the present one
-
-
 class Bindings:
-    """What the passes of a model read and write, by their shapes, and the session they run in."""
+    """What the passes of a model read and write, by their shapes, in `session`, which may be replaced."""
 
-    def __init__(self, sessions: Sessions, run_options: Any) -> None:
-        self._sessions, self._options = sessions, run_options
-        self._session = sessions.current()
+    def __init__(self, session: Any, run_options: Any) -> None:
+        self.session, self._options = session, run_options
         self._made: dict[tuple[int, ...], Any] = {}
 
-    def of(self, shape: tuple[int, ...], bind: Callable[..., None]) -> Any:
-        """That of a pass of this shape, which `bind(binding, *shape)` fills.
+    def use(self, session: Any) -> None:
+        """Run later passes in another session of the same graph."""
+        if session is not self.session:
+            self.session = session
+            self._made.clear()
 
-        It is of the session in use: a change of the number of threads makes another one.
-        """
-        session = self._sessions.current()
-        if session is not self._session or len(self._made) >= MAX_BINDINGS:
-            self._session = session
+    def of(self, shape: tuple[int, ...], bind: Callable[..., None]) -> Any:
+        """That of a pass of this shape, which `bind(binding, *shape)` fills."""
+        if len(self._made) >= MAX_BINDINGS:
             self._made.clear()
         found = self._made.get(shape)
         if found is None:
-            found = session.io_binding()
+            found = self.session.io_binding()
             bind(found, *shape)
             self._made[shape] = found
         return found
@@ -266,31 +149,20 @@ class Bindings:
     def run(self, binding: Any, *, on_device: bool = False) -> None:
         """One pass. Raises Cancelled, EngineError."""
         with translated(self._options):
-            self._session.run_with_iobinding(binding, self._options)
+            self.session.run_with_iobinding(binding, self._options)
             if on_device:
                 binding.synchronize_outputs()  # else the cache may be read before the device has written it
 
     def close(self) -> None:
         """Let go of the session."""
         self._made.clear()
-        del self._session
-
-
-def open_sessions(graph: Graph, source: Source, settings: OnnxSettings) -> tuple[Sessions, Device]:
-    """Sessions of `graph`, whose weights are those of `source`. Raises as `open_session`."""
-    given: dict[str, Any] = {"arrays": source.arrays(graph.cells), "threads": settings.threads}
-    given |= {"provider": settings.provider, "flash": settings.flash}
-    sessions = Sessions(
-        lambda spins: open_session(graph.serialised, source.folder, spins=spins, **given)[0], graph.weight_bytes
-    )
-    return sessions, Device(settings.provider, PROVIDERS[settings.provider][1])
+        del self.session
 
 
 def reason(name: str, graph: bytes, said: str) -> str:
     """Why `graph` cannot run on `name`, of which ONNX Runtime `said` something."""
-    for operator, what in ((WHOLE_PRODUCT, "w8a8 runs"), (PRODUCT, "edgespec's own kernels run")):
-        if operator.encode() in graph:
-            return f"{what} on processors only; export it with --quant int4, int8 or fp16"
+    if PRODUCT.encode() in graph:
+        return "edgespec's own kernels run on processors only; export it with --quant int4 or int8"
     if name != "cuda":
         return said
     if missing := load_cuda():
@@ -369,9 +241,6 @@ def _options(graph: bytes, folder: Path, threads: int, name: str) -> tuple[Any, 
     if name != "cpu":
         # Otherwise operators that the device lacks would silently run on the CPU, with copies in between.
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    if name == "cpu" and WHOLE_PRODUCT.encode() in graph and products_saturate():
-        # ONNX Runtime makes signed weights unsigned, for which every processor has exact kernels.
-        options.add_session_config_entry("session.x64quantprecision", "1")
     graph, place = with_real_files(graph, folder)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(place))
     return options, graph

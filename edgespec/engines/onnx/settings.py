@@ -8,19 +8,16 @@ from typing import Any, Self
 
 from edgespec.engines.model_use import DEFAULT_CONTEXT, ModelUse
 from edgespec.engines.onnx.graph import Graph
-from edgespec.engines.widths import MAX_PADDED_WIDTH
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.formats.hub_folder import read_json
 from edgespec.platform.machine import default_threads, is_x86
 
 LOGITS_BYTES = 32 << 20
-CACHE_TYPES = ("f32", "int8")
+CACHE_TYPES = ("f32",)
 KERNEL_CACHE_TYPES = ("f16", "q8_0")
 # ONNX Runtime multiplies queries and keys 128 values of a head at a time, but all of them at once where a text has at
-# most 64 cells, which rounds otherwise. With wider heads, as Gemma's, the first 64 rows would have other bits in a pass
-# that ends behind them: no pass goes across this edge in reproducible mode. Flash attention counts these cells anew in
-# each of its blocks, whose size depends on the processor's caches: sessions are made without it then.
-EDGE, VALUES_AT_ONCE = 64, 128
+# most 64 cells, which rounds otherwise: with wider heads, as Gemma's, a row's bits depend on where its pass ends.
+VALUES_AT_ONCE = 128
 CONFIGS = ("config.json", "genai_config.json")
 
 
@@ -130,20 +127,9 @@ class OnnxSettings(ModelUse):
         return min(max(LOGITS_BYTES // (4 * vocabulary_size), 64), self.max_rows)
 
     @property
-    def cells(self) -> int:
-        """Cells of one cache."""
-        return self.context_length + (MAX_PADDED_WIDTH - 1 if self.edge else 0)  # scratch rows follow the edge
+    def has_classes(self) -> bool:
+        """Whether attention of ONNX Runtime's own gives rows the same bits in passes of several widths.
 
-    @property
-    def edge(self) -> int:
-        """The cell that no pass may go across, 0 for none."""
-        return EDGE if self.reproducible and self.head_size > VALUES_AT_ONCE else 0
-
-    @property
-    def flash(self) -> bool:
-        """Whether attention on a CPU may be flash attention.
-
-        Elsewhere than on x86 a row of that has other bits in a pass of one row, of two or three, and of more, so that
-        no width class could be found.
+        Elsewhere than on x86 it has other kernels for a pass of one row, of two or three, and of more.
         """
-        return not self.reproducible or (is_x86() and not self.edge)
+        return self.head_size <= VALUES_AT_ONCE and is_x86()

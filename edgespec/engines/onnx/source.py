@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from edgespec.engines.onnx.graph import Graph, check_weight_files
 from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.engines.onnx.settings import ModelConfig
 from edgespec.engines.onnx.tokenizer import tokenizer_file
-from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, StateError
+from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelNotFound, StateError
 from edgespec.formats.gguf.check import check_gguf, head_kind, model_files
 from edgespec.formats.gguf.header import TensorInfo, once
 from edgespec.formats.gguf.model import GgufModel, GgufTensors, read_model
@@ -162,6 +163,7 @@ class GgufFile(Source):
         self._packed: dict[str, NDArray[np.uint8]] = {}
         self._given: dict[str, NDArray[np.uint8]] = {}  # tiles of the model that it drafts for
         self._folder: Path | None = None
+        self._is_part = False  # of a model that is in memory
 
     @property
     def folder(self) -> Path:  # type: ignore[override]
@@ -181,6 +183,26 @@ class GgufFile(Source):
             found._lend(self, {info.place: name for name, info in self._ends()})
         elif isinstance(found.model.config, Gemma4Config):
             found._read_cache_of(self)
+        return found
+
+    def first_layers(self, count: int) -> GgufFile:
+        """The model that its first `count` layers and its head make, of the very same tiles.
+
+        Raises ConfigError for a number outside 1..all but one, CapabilityError where layers read one another's keys.
+        """
+        config = self.model.config
+        if not 0 < count < config.num_layers:
+            raise ConfigError(
+                f"an exit after layer {count} was asked for; {self.path.name} allows 1..{config.num_layers - 1}"
+            )
+        if isinstance(config, Gemma4Config):
+            raise CapabilityError(f"{self.path.name} is a Gemma 4, whose layers share keys: use another drafter")
+        if isinstance(config, HybridConfig):
+            config = replace(config, recurrent_layers=config.recurrent_layers & set(range(count)))
+        tensors = {name: each for name, each in self.model.tensors.items() if _layer_of(name) < count}
+        found, found._is_part = copy(self), True
+        found.model = replace(self.model, config=replace(config, num_layers=count), tensors=tensors)
+        found.is_drafter = True
         return found
 
     def _lend(self, model: GgufFile, names: Mapping[tuple[int, int], str]) -> None:
@@ -215,8 +237,11 @@ class GgufFile(Source):
         return {*self._given, *([HEAD] if is_tied else [])}
 
     def reused_bytes(self) -> int:
-        weights = GgufTiles(self.model)
-        return sum(map(weights.num_bytes, self._reused()))
+        weights, matrices = (
+            GgufTiles(self.model),
+            (name for name, (info, _) in self.model.tensors.items() if len(info.shape) > 1),
+        )
+        return sum(map(weights.num_bytes, matrices if self._is_part else self._reused()))
 
     def config(self) -> ModelConfig:
         found = self.model
@@ -244,7 +269,7 @@ class GgufFile(Source):
 
     def _pack(self, data: MemoryWriter) -> dict[str, NDArray[np.uint8]]:
         sizes = {name: data.later.pop(tiles_name(name))[0] for name in self._reused()}
-        made = _packed(data)
+        made = packed_tiles(data)
         for name, size in sizes.items():
             whole = self._given[name] if name in self._given else made[tiles_name(EMBEDDING)]
             made[tiles_name(name)] = whole[:size]
@@ -259,6 +284,12 @@ class GgufFile(Source):
 
     def tokenizer_bytes(self) -> int:
         return self.model.header.data_start * JSON_BYTES
+
+
+def _layer_of(tensor: str) -> int:
+    """The layer of a tensor by its Hugging Face name; -1: of none."""
+    name = tensor.removeprefix("model.layers.")
+    return -1 if name == tensor else int(name.partition(".")[0])
 
 
 class GgufTiles(GgufTensors):
@@ -310,7 +341,7 @@ def _readable_model(path: Path, nextn: bool) -> GgufModel:
     return model
 
 
-def _packed(data: MemoryWriter) -> dict[str, NDArray[np.uint8]]:
+def packed_tiles(data: MemoryWriter) -> dict[str, NDArray[np.uint8]]:
     """All tiles, in one block of memory, which is asked for in huge pages."""
     places, size = {}, 0
     for name, (num_bytes, _) in data.later.items():

@@ -19,14 +19,13 @@ from edgespec.formats.gguf.model import GgufModel, read_model
 from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.gguf.tokenizer import splitter_of, write_tokenizer_files
 from edgespec.formats.onnx import MODEL
-from edgespec.formats.onnx.forms import Blocks, Form, Plain, QuantisedRows, WholeNumbers
+from edgespec.formats.onnx.forms import Blocks, Form, Plain
 from edgespec.formats.onnx.four_bits import OffsetBlocks
 from edgespec.formats.onnx.graph import Nodes
 from edgespec.formats.onnx.llama import write_llama
 from edgespec.formats.onnx.llama_config import WRITABLE
 from edgespec.formats.onnx.tiles import Tiles
 from edgespec.kernels.library import library_path, why_missing
-from edgespec.platform.machine import products_saturate
 from edgespec.types import Progress, no_progress
 
 FILE_TYPES = {"q8_0": 7, "q4_k_m": 15}  # llama.cpp's numbers of TILED, general.file_type in a GGUF
@@ -94,8 +93,6 @@ def _form(weights: GgufWeights, quant: str) -> Callable[[Nodes], Form]:
         return partial(Tiles, weights)
     if quant == "fp32":
         return partial(Plain, weights)
-    if quant == "w8a8":
-        return partial(WholeNumbers, QuantisedRows(weights), is_unsigned=products_saturate())
     if quant == "int4":
         return partial(OffsetBlocks, weights)
     return partial(Blocks, 8, GROUP_SIZES[quant], weights)

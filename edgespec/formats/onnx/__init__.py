@@ -4,4 +4,3 @@ from __future__ import annotations
 
 MODEL, DATA = "model.onnx", "model.onnx.data"
 MICROSOFT = "com.microsoft"  # the domain of ONNX Runtime's own operators
-WHOLE_PRODUCT = "MatMulIntegerToFloat"  # of codes of 8 bits, scaled to float32

@@ -58,6 +58,3 @@ class ExpertsGraph(KernelGraph):
             layout=LAYOUT_VERSION,
         )
         return output
-
-    def _stored(self, name: str) -> str:
-        return self._nodes.store(name, self._form.vector(name))

@@ -1,4 +1,4 @@
-"""How the matrices of a graph are stored and multiplied: whole numbers (w8a8), blocks of 8 or 4 bits, float32.
+"""How the matrices of a graph are stored and multiplied: blocks of 8 or 4 bits, float32.
 
 A form asks for the weights it stores while the graph is written, so that one matrix is in memory at a time.
 """
@@ -14,25 +14,11 @@ from numpy.typing import NDArray
 from edgespec.errors import ModelFileError
 from edgespec.formats.onnx import MICROSOFT
 from edgespec.formats.onnx.graph import Nodes
-from edgespec.formats.onnx.w8a8 import GROUP_SIZES, LARGEST, Products, quantise_rows, scales_of, unsigned
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Floats = NDArray[np.float32]
-Codes = tuple[NDArray[np.int8], Floats]
 ByteCodes = tuple[NDArray[np.uint8], Floats]
-
-
-class LlamaWeights(Protocol):
-    """Weights by their Hugging Face names, quantised; the output projection is `lm_head.weight`, tied or not."""
-
-    def vector(self, name: str) -> Floats:
-        """A norm's weights or a bias [width]."""
-
-    def product(self, name: str) -> Codes:
-        """A matrix as a product reads it: codes [inputs, outputs] and scales [outputs]."""
-
-    def embedding(self) -> ByteCodes:
-        """Codes [tokens, width], 128 for zero, and scales [tokens, groups] of the embeddings."""
+GROUP_SIZES = (64, 32, 16)  # weights of an embedding that share a scale: the first that divides its width
 
 
 class RowWeights(Protocol):
@@ -63,34 +49,6 @@ class Form(Protocol):
         """Multiply `value` [..., inputs] by the matrices `sources` side by side."""
 
 
-class WholeNumbers:
-    """w8a8, as `edgespec.formats.onnx.w8a8` describes it.
-
-    `is_unsigned`: store weights as codes plus 128, for processors on which signed products saturate. The engine would
-    otherwise make that copy at every load.
-    """
-
-    def __init__(self, weights: LlamaWeights, nodes: Nodes, *, is_unsigned: bool = False) -> None:
-        self._weights, self._nodes, self._is_unsigned = weights, nodes, is_unsigned
-        self._products = Products(nodes.operators, is_unsigned=is_unsigned)
-        self.vector = weights.vector
-
-    def embed(self, output: str) -> None:
-        codes, scales = self._weights.embedding()
-        group_size = codes.shape[1] // scales.shape[1]
-        names = self._nodes.store("embedding_w8", codes), self._nodes.store("embedding_scale", scales)
-        look_up(self._nodes, *names, output, bits=8, size=group_size)
-
-    def product(self, name: str, value: str, sources: Sequence[str], output: str) -> None:
-        found = [self._weights.product(source) for source in sources]
-        codes = found[0][0] if len(found) == 1 else np.concatenate([codes for codes, _ in found], axis=1)
-        scales = np.concatenate([scales for _, scales in found])
-        weight = weight_name(name)
-        stored = unsigned(codes) if self._is_unsigned else codes
-        names = self._nodes.store(f"{weight}_w8", stored), self._nodes.store(f"{weight}_scale", scales)
-        self._products.add(name, value, names, [output])
-
-
 class Blocks:
     """Products of MatMulNBits: `size` weights of 8 or 4 bits share a scale, inputs are quantised by the operator.
 
@@ -104,13 +62,19 @@ class Blocks:
     def embed(self, output: str) -> None:
         tokens, width = self._weights.shape(EMBEDDING)
         if self._weights.is_tied and width % self._size == 0:
-            codes, scales = self._store("/lm_head/MatMul", (HEAD,))
-            rows = self._nodes.view(f"{EMBEDDING}_Q{self._bits}", codes, [tokens, width * self._bits // 8])
-            look_up(self._nodes, rows, scales, output, bits=self._bits, size=self._size)
+            stored, scale = self._store("/lm_head/MatMul", (HEAD,))
+            view = self._nodes.view(f"{EMBEDDING}_Q{self._bits}", stored, [tokens, width * self._bits // 8])
+            look_up(self._nodes, view, scale, output, bits=self._bits, size=self._size)
             return
-        found = group_rows(self._weights, EMBEDDING, tokens, width)
-        names = self._nodes.store("embedding_w8", found[0]), self._nodes.store("embedding_scale", found[1])
-        look_up(self._nodes, *names, output, bits=8, size=width // found[1].shape[1])
+        size = next((size for size in GROUP_SIZES if width % size == 0), None)
+        if size is None:
+            raise ModelFileError(f"embeddings of width {width} cannot be stored in groups of {GROUP_SIZES}")
+        codes, scales = np.empty((tokens, width), np.uint8), np.empty((tokens, width // size), np.float32)
+        for part, rows in stacked_rows(self._weights, [EMBEDDING]):
+            found, scales[part] = quantise_blocks(rows, 8, size)
+            codes[part] = found.reshape(len(rows), width)
+        names = self._nodes.store("embedding_w8", codes), self._nodes.store("embedding_scale", scales)
+        look_up(self._nodes, *names, output, bits=8, size=size)
 
     def product(self, name: str, value: str, sources: Sequence[str], output: str) -> None:
         codes, scales = self._store(name, sources)
@@ -167,25 +131,6 @@ class Plain:
         self._nodes.add("MatMul", [value, self._nodes.store(weight_name(name), found)], [output], name)
 
 
-class QuantisedRows:
-    """`LlamaWeights` of float rows: each output has a scale of its own."""
-
-    def __init__(self, weights: RowWeights) -> None:
-        self._weights = weights
-        self.vector = weights.vector
-
-    def product(self, name: str) -> Codes:
-        outputs, inputs = self._weights.shape(name)
-        codes, scales = np.empty((inputs, outputs), np.int8), np.empty(outputs, np.float32)
-        for part, rows in stacked_rows(self._weights, [name]):
-            scales[part] = scale = scales_of(np.abs(rows).max(axis=1))
-            codes[:, part] = np.clip(np.rint(rows / scale[:, None]), -LARGEST, LARGEST).astype(np.int8).T
-        return codes, scales
-
-    def embedding(self) -> ByteCodes:
-        return group_rows(self._weights, EMBEDDING, *self._weights.shape(EMBEDDING))
-
-
 def weight_name(product: str) -> str:
     """The builder's name for the weights of an operator."""
     return f"{product.removeprefix('/').replace('/', '.')}.weight"
@@ -204,20 +149,6 @@ def stacked_rows(weights: RowWeights, sources: Sequence[str]) -> Iterator[tuple[
         for rows in weights.rows(source):
             yield slice(start, start + len(rows)), rows
             start += len(rows)
-
-
-def group_rows(weights: RowWeights, name: str, count: int, width: int) -> ByteCodes:
-    """A matrix in groups of 8 bits, as a lookup reads it: codes [count, width] and scales [count, groups].
-
-    Raises ModelFileError for a width that no group size divides.
-    """
-    size = next((size for size in GROUP_SIZES if width % size == 0), None)
-    if size is None:
-        raise ModelFileError(f"embeddings of width {width} cannot be stored in groups of {GROUP_SIZES}")
-    codes, scales = np.empty((count, width), np.uint8), np.empty((count, width // size), np.float32)
-    for part, rows in stacked_rows(weights, [name]):
-        codes[part], scales[part] = quantise_rows(rows, size)
-    return codes, scales
 
 
 def look_up(nodes: Nodes, codes: str, scales: str, output: str, *, bits: int, size: int) -> None:
@@ -247,7 +178,12 @@ def quantise_blocks(rows: Floats, bits: int, size: int) -> ByteCodes:
     groups = (np.pad(rows, ((0, 0), (0, padding))) if padding else rows).reshape(len(rows), -1, size)
     low, high = groups.min(axis=2), groups.max(axis=2)
     extreme = np.where(-low >= high, low, high)
-    scales = np.copysign(scales_of(np.abs(extreme), middle), -extreme)
+    if not np.isfinite(extreme).all():
+        raise ModelFileError("the model is damaged: it has weights that are not finite numbers")
+    # ONNX Runtime's products of groups add `128 * scale * sum(activations)` and take it off again, each rounded: with a
+    # scale of 1 a group of zeros adds a thousandth, layer for layer.
+    least = np.maximum(np.abs(extreme) / np.float32(middle), np.finfo(np.float32).tiny)
+    scales = np.copysign(least, -extreme)
     with np.errstate(over="ignore"):  # a scale below the smallest normal number
         codes = np.clip(np.rint(groups / scales[..., None]) + middle, 0, 2 * middle - 1).astype(np.uint8)
     return (codes if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4), scales

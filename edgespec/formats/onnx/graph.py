@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError
 from edgespec.formats.onnx import MICROSOFT
-from edgespec.formats.onnx.w8a8 import CONSTANTS
 
 if TYPE_CHECKING:
     import onnx
@@ -168,11 +167,9 @@ class Nodes:
         return name in self._tensors
 
     def model(self, inputs: Values, outputs: Values) -> onnx.ModelProto:
-        from onnx import helper, numpy_helper
+        from onnx import helper
 
-        read = {name for node in self.operators for name in node.input}
-        constants = [numpy_helper.from_array(value, name) for name, value in CONSTANTS.items() if name in read]
-        graph = helper.make_graph(self.operators, "main_graph", inputs, outputs, [*self._tensors.values(), *constants])
+        graph = helper.make_graph(self.operators, "main_graph", inputs, outputs, [*self._tensors.values()])
         domains = {MICROSOFT, *(node.domain for node in self.operators if node.domain)}
         sets = [helper.make_opsetid("", OPERATOR_SET), *(helper.make_opsetid(name, 1) for name in sorted(domains))]
         return helper.make_model(graph, opset_imports=sets, ir_version=FILE_VERSION, producer_name="edgespec")

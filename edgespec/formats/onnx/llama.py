@@ -62,12 +62,15 @@ def llama_graph(
 
 def _kernel_graph(config: LlamaConfig) -> type[KernelGraph]:
     """The writer of a model's architecture; those of others than Llama's family extend `KernelGraph`."""
+    from edgespec.formats.onnx.eagle import EagleConfig, EagleGraph
     from edgespec.formats.onnx.experts import ExpertsGraph
     from edgespec.formats.onnx.gemma4 import Gemma4Config, Gemma4DrafterGraph, Gemma4Graph
     from edgespec.formats.onnx.hybrid import HybridConfig, HybridGraph, NextnGraph
 
     if isinstance(config, HybridConfig):
         return NextnGraph if config.is_nextn else HybridGraph
+    if isinstance(config, EagleConfig):
+        return EagleGraph
     if isinstance(config, Gemma4Config):
         return Gemma4DrafterGraph if config.target_width else Gemma4Graph
     return ExpertsGraph if config.experts else KernelGraph
@@ -150,6 +153,10 @@ class _Graph:
         self._form.embed(self._residual)
         if config.embedding_scale != 1:
             self._residual = self._scalar("Mul", self._residual, config.embedding_scale, "/model/embed_tokens/Mul")
+        self._store_tables()
+
+    def _store_tables(self) -> None:
+        config = self._config
         for name, table in zip(_TABLES, self._rotary_tables(config), strict=True):
             self._nodes.store(name, table)
         if config.has_window_tables:
@@ -316,6 +323,9 @@ class KernelGraph(_Graph):
 
     def _count_mask(self) -> None:
         """Rows say where they belong."""
+
+    def _stored(self, name: str) -> str:
+        return self._nodes.store(name, self._form.vector(name))
 
     def _norm(self, place: str, *, is_last: bool = False) -> str:
         state, total = (f"/model/{place}/output_{number}" for number in (0, 3))

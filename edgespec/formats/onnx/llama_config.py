@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
-
-from edgespec.errors import ModelFileError
+from typing import Literal, Self
 
 # llama.cpp's names of what can be exported; what runs as it is on our kernels is in `formats.gguf.tables.KINDS`.
 WRITABLE = ("llama", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3")
@@ -84,34 +82,6 @@ class LlamaConfig:
     logit_cap: float | None = None
     has_sinks: bool = False
     experts: Experts | None = None
-
-    @classmethod
-    def from_hub(cls, config: dict[str, Any]) -> Self:
-        """A plain Llama from a config.json of Hugging Face. Raises ModelFileError for anything else."""
-        if config.get("architectures") != ["LlamaForCausalLM"] or config.get("hidden_act", "silu") != "silu":
-            raise ModelFileError(f"only a Llama with silu can be written, got {config.get('architectures')}")
-        rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        kind = rotary.get("rope_type", rotary.get("type", "default"))
-        unknown = [key for key in ("attention_bias", "mlp_bias", "sliding_window") if config.get(key)]
-        if unknown or kind != "default":
-            what = ", ".join(unknown) or f"rotary positions of the kind {kind!r}"
-            raise ModelFileError(f"a Llama with {what} cannot be written as a graph")
-        try:
-            heads, width = int(config["num_attention_heads"]), int(config["hidden_size"])
-            return cls(
-                hidden_size=width,
-                intermediate_size=int(config["intermediate_size"]),
-                num_layers=int(config["num_hidden_layers"]),
-                num_heads=heads,
-                num_kv_heads=int(config.get("num_key_value_heads") or heads),
-                head_dim=int(config.get("head_dim") or width // heads),
-                vocab_size=int(config["vocab_size"]),
-                max_positions=int(config["max_position_embeddings"]),
-                norm_epsilon=float(config["rms_norm_eps"]),
-                rope_theta=float(config.get("rope_theta") or rotary.get("rope_theta", 10000.0)),
-            )
-        except (KeyError, TypeError, ValueError, ZeroDivisionError) as exc:
-            raise ModelFileError(f"config.json is incomplete or damaged: {exc!r}") from exc
 
     @property
     def num_rotated(self) -> int:
