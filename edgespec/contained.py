@@ -82,7 +82,9 @@ class Child(Closing):
                 raise
         except (OSError, RuntimeError) as exc:  # the latter: no memory for a thread
             self._words.close()
-            raise CapabilityError(f"a child process cannot be started: {exc}") from exc
+            raise CapabilityError(
+                f"a child process cannot be started ({exc}): it needs more memory or processes than may be had"
+            ) from exc
 
     @property
     def is_alive(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar, Unpack
+from typing import Any, Literal, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,6 @@ from edgespec.closing import Closing, closed_on_failure
 from edgespec.config.options import GenerateOptions, LoadKeywords, LoadOptions, Sampling
 from edgespec.config.values import LOSSY, DrafterName, RuleName
 from edgespec.control.cost import CostCurve, DraftCost
-from edgespec.control.pool import DrafterPool
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
 from edgespec.engines.progress import reporting_to
@@ -54,7 +53,6 @@ __all__ = ["Generation", "Messages", "Model", "Prompt", "Result", "load"]
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 OnRound = Callable[[RoundRecord], None]
-Value = TypeVar("Value")
 _MOST_CHARACTERS = 16  # of a prediction, per token of the context
 _NOTABLE_PADDING_COST = 1.15  # slowdown of single-token steps by padding, from which on a note reports it
 
@@ -368,28 +366,23 @@ class Model(Closing):
         with self._executor.exclusive() as pool:
             pool.controller(GenerateOptions())
 
-    def _measured(self, read: Callable[[DrafterPool], Value]) -> Value:
-        """`read` of the drafter pool after its costs were measured; waits for its turn if they still must be."""
-        if self._pool.costs.is_measured:
-            return read(self._pool)
-        with self._executor.exclusive() as pool:
-            self._executor.forget()
-            pool.measure()
-            return read(pool)
-
     @property
     def cost_curve(self) -> CostCurve:
         """Cost of the target's passes on this machine, by their number of rows; refined by every pass.
 
-        The first use measures it if it is not known yet, which takes one or two seconds and clears the caches.
-        Generations do not need this.
+        A guess until an answer was drafted on this machine, in this run or in an earlier one.
         """
-        return self._measured(lambda pool: pool.costs.curve)
+        self._executor.turn.require_open()
+        return self._pool.costs.curve
 
     @property
     def draft_costs(self) -> dict[str, DraftCost]:
-        """Cost of drafting, by the name of each drafter that owns a model; measured as `cost_curve` is."""
-        return self._measured(lambda pool: pool.costs.drafts)
+        """Cost of drafting, by the name of each drafter that owns a model; learnt as `cost_curve` is."""
+        curve = self.cost_curve
+        if curve.is_scaled:
+            for cost in self._pool.costs.drafts.values():
+                cost.scale(curve.at(1))
+        return self._pool.costs.drafts
 
     @property
     def drafter_names(self) -> list[DrafterName]:
@@ -428,7 +421,7 @@ class Model(Closing):
     def forget(self) -> None:
         """Clear the KV caches: the next generation reads its whole prompt. Waits for a running generation.
 
-        Measured costs and learnt confidences are kept.
+        Learnt costs and confidences are kept.
         """
         with self._executor.exclusive():
             self._executor.forget()

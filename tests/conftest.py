@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import lzma
-import math
 import os
 import secrets
 import sys
@@ -98,7 +97,6 @@ def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("EDGESPEC_THREADS", str(TEST_THREADS))
         for engine in ("llamacpp", "onnx"):
             patch.setattr(f"edgespec.engines.{engine}.settings.default_threads", lambda: TEST_THREADS)
-        patch.setattr("edgespec.generation.advisor.LEAST_S", math.inf)  # a busy machine must not decide about notes
         patch.setattr("edgespec.config.options.fresh_seed", lambda: 0)  # a text must not decide about a test
         yield home
 

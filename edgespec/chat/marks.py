@@ -48,8 +48,6 @@ PRINTED_MARKS = (*CHANNELS.control, "<|turn>", "<turn|>")
 KNOWN_MARKS = (
     Marks("<think>", "</think>"),
     Marks("[THINK]", "[/THINK]"),
-    Marks("<think:opensource>", "</think:opensource>"),
-    Marks("<|START_THINKING|>", "<|END_THINKING|>"),
     Marks("<seed:think>", "</seed:think>"),
     Marks("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
 )
@@ -57,16 +55,10 @@ KNOWN_MARKS = (
 
 def reasoning_marks(template: str | None) -> Marks | None:
     """The marks that a chat template writes or looks for; None for a model that does not reason."""
-    source = with_suffixes(template or "")
+    source = template or ""
     if CHANNEL in source and MESSAGE in source:
         return CHANNELS
     return next((marks for marks in KNOWN_MARKS if marks.opening in source or marks.closing in source), None)
-
-
-def with_suffixes(template: str) -> str:
-    """A template whose marks are spelled out: Hunyuan's puts a suffix into each of them."""
-    suffix = re.search(r"set HYTK = '([\w:]*)'", template)
-    return template if suffix is None else template.replace("{}", suffix[1])
 
 
 def begun(text: str, *marks: str) -> int:

@@ -224,27 +224,22 @@ def wants_short_ids(template: str) -> bool:
 def with_short_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """`messages` in which calls, and the results that answer them, have ids of nine letters and digits.
 
-    Equal ids stay equal, and a call has the same one in every turn. A result without an id answers the first call that
-    has no answer yet.
+    Equal ids stay equal, and a call has the same one in every turn. A result without an id answers the next call of
+    the last message with calls.
     """
-    found, open_ids, count = list[dict[str, Any]](), list[str](), 0
-    for message in messages:
-        calls = message.get("tool_calls")
-        if calls:
-            names = [_short(call.get("id"), count + index) for index, call in enumerate(calls)]
-            count += len(calls)
-            open_ids += names
-            message = message | {"tool_calls": [{**call, "id": name} for call, name in zip(calls, names, strict=True)]}
+    found, open_ids = list[dict[str, Any]](), list[str]()
+    for place, message in enumerate(messages):
+        if calls := message.get("tool_calls"):
+            open_ids = [_short(call.get("id") or f"call {place} {index}") for index, call in enumerate(calls)]
+            named = [{**call, "id": name} for call, name in zip(calls, open_ids, strict=True)]
+            message = message | {"tool_calls": named}
         elif message.get("role") == "tool":
-            given = message.get("tool_call_id")
-            name = _short(given, count) if given or not open_ids else open_ids[0]
-            if name in open_ids:
-                open_ids.remove(name)
-            message = message | {"tool_call_id": name}
+            given = message.get("tool_call_id") or (open_ids.pop(0) if open_ids else f"call {place}")
+            message = message | {"tool_call_id": _short(given)}
         found.append(message)
     return found
 
 
-def _short(given: object, place: int) -> str:
-    text = given if isinstance(given, str) and given else f"call {place}"
+def _short(given: object) -> str:
+    text = str(given)
     return text if _NINE.fullmatch(text) else hashlib.sha256(text.encode()).hexdigest()[:9]

@@ -299,13 +299,12 @@ def _ended(
     return render(messages, **({} if ending.opens else {"add_generation_prompt": False}), **others)
 
 
-def answer_prefix(messages: Sequence[Mapping[str, Any]], ending: Ending = USUAL_ENDING) -> str:
+def answer_prefix(messages: Sequence[Mapping[str, Any]]) -> str:
     """The text at the end of a conversation that the answer goes on from; "" where the model begins its turn.
 
     Raises PromptError for messages that are not valid.
     """
-    last = checked_messages(messages)[-1]
-    return begun_answer(last) if ending.is_begun(last) else ""
+    return begun_answer(checked_messages(messages)[-1])
 
 
 def read_template(path: Path | None) -> str | None:

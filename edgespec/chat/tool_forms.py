@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from edgespec.chat.arguments import written_value
-from edgespec.chat.marks import ANSWER_HEADER, CALL, CALL_OPENING, CHANNEL, CHANNELS, MESSAGE, with_suffixes
+from edgespec.chat.marks import ANSWER_HEADER, CALL, CALL_OPENING, CHANNEL, CHANNELS, MESSAGE
 from edgespec.errors import PromptError
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"  # around calls of several forms
@@ -29,7 +29,7 @@ _MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 # What stands for more in the data below. Where a form is read, a blank stands for any, and so for none.
 _SLOTS = {
     "{name}": r"(?P<name>[A-Za-z0-9_.-]{1,128})",
-    "{id}": r"(?P<id>[A-Za-z0-9_-]{0,64})",
+    "{id}": r"[A-Za-z0-9_-]{0,64}",
     "{key}": r'(?P<key>[^<>="\n]{1,200})',
     " ": r"\s*",
 }
@@ -59,8 +59,6 @@ class Form:
     takes_several: bool = True  # whether one answer may hold several calls, when they are forced
     before_answer: str = ""  # what an answer that is no call begins with, where it is forced
     bare: str = ""  # whether an answer may begin with an object without marks: of a "known" tool, or "any"
-    id_length: int = 0  # 0: a number
-    kept_id: str = ""  # the id of a call that has one
     other_marks: tuple[str, ...] = ()
 
     @cached_property
@@ -135,18 +133,13 @@ class Form:
         tail = _OBJECT_END + (self.closes[0] if mark else "")
         return replace(self, head=mark + _OBJECT, tail=tail, argument="")
 
-    def head_parts(self, name: str) -> tuple[str, ...]:
-        """What a call begins with: texts, and between slashes regular expressions."""
-        number = f"/[a-z0-9]{{{self.id_length}}}/" if self.id_length else "/[0-9]{1,3}/"
-        return tuple(re.split(r"(/\[.*?\}/)", self.head.replace("{name}", name).replace("{id}", number)))
-
     def written(self, calls: Iterable[tuple[str, object]]) -> str:
         """Calls, (name, arguments) each, as the model writes them."""
         start, end = self.around
-        return start + self.between.join(self._call(*call, place) for place, call in enumerate(calls)) + end
+        return start + self.between.join(self._call(*call) for call in calls) + end
 
-    def _call(self, name: str, arguments: object, place: int) -> str:
-        head = self.head.replace("{name}", name).replace("{id}", str(place).zfill(self.id_length))
+    def _call(self, name: str, arguments: object) -> str:
+        head = self.head.replace("{name}", name)
         if not self.argument:
             return head + json.dumps(arguments, ensure_ascii=False) + self.tail
         given = arguments if isinstance(arguments, Mapping) else {"arguments": arguments}
@@ -185,46 +178,15 @@ def _xml(name: str, open_mark: str, close_mark: str, argument: str, closed: str)
     )  # fmt: skip
 
 
-def _keyed(name: str, told_by: tuple[str, ...], suffix: str = "") -> Form:
-    """Calls of `<arg_key>` and `<arg_value>` by turns."""
-    parts = ("<tool_call", "</tool_call", "arg_key", "arg_value")
-    opening, closing, key, value = (f"{part}{suffix}>" for part in parts)
-    return Form(
-        name, told_by, f"{opening}{{name}}\n", closing, (opening,), (closing,), ("{name}",), between="\n",
-        argument=f"<{key}{{key}}</{key}\n<{value}", closed=f"</{value}\n",
-    )  # fmt: skip
-
-
-def _hunyuan(suffix: str) -> Form:
-    form = _keyed("hunyuan", (f"<tool_sep{suffix}>",), suffix)
-    around = (f"<tool_calls{suffix}>", f"</tool_calls{suffix}>")
-    head = f"{{name}}<tool_sep{suffix}>"
-    return replace(
-        form, head=f"{form.opens[0]}{head}\n", opens=(around[0], *form.opens), closes=(*form.closes, around[1]),
-        heads=(head,), around=(f"{around[0]}\n", f"\n{around[1]}"),
-    )  # fmt: skip
-
-
-def _deepseek(name: str, told_by: tuple[str, ...], head: str, tail: str) -> Form:
-    parts = ("calls▁begin", "call▁begin", "call▁end", "calls▁end")
-    begin, call, end, last = (f"<\uff5ctool▁{part}\uff5c>" for part in parts)
-    return Form(
-        name, told_by, call + head, tail + end, (begin, call), (end, last), around=(begin, last),
-        heads=(f"function {_SEP} {{name}} ```json", f"{{name}} {_SEP}"),
-    )  # fmt: skip
-
-
-_MISTRAL, _CALL_ID, _ARGS, _LLAMA = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>"
+_MISTRAL, _ARGS, _LLAMA = "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"
 _PHI_TOOLS, _PHI_OPEN, _PHI_CLOSE = ("<|tool|>", "<|/tool|>"), "<|tool_call|>", "<|/tool_call|>"
-_SEP = "<\uff5ctool▁sep\uff5c>"
-_ACTION, _ACTION_END = "<|START_ACTION|>", "<|END_ACTION|>"
-_KIMI, _KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-_KIMI_ARGS = "<|tool_call_argument_begin|>"
+_DEEPSEEK_PARTS = ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+_BEGIN, _ONE, _SEP, _ONE_END, _END = (f"<\uff5ctool▁{part}\uff5c>" for part in _DEEPSEEK_PARTS)
 
 _PHI = _objects("phi", _PHI_TOOLS, _PHI_OPEN, _PHI_CLOSE)
 _MISTRAL_NAMED = Form(
     "mistral_named", (_MISTRAL, _ARGS), f"{_MISTRAL}{{name}}{_ARGS}", "", (_MISTRAL,),
-    heads=("{name} [ARGS]", "{name} [CALL_ID] {id} [ARGS]", "{name}"), kept_id="{id}",
+    heads=("{name} [ARGS]", "{name} [CALL_ID] {id} [ARGS]", "{name}"),
 )  # fmt: skip
 _LLAMA_FORM = Form(
     "llama", ("ipython",), _OBJECT.replace("arguments", "parameters"), "}", (_LLAMA,), takes_several=False, bare="any"
@@ -239,9 +201,10 @@ FORMS = (
     ),
     _xml("seed", "<seed:tool_call>", "</seed:tool_call>", "<parameter={key}>", "</parameter>\n"),
     _xml("qwen_xml", OPEN, CLOSE, "<parameter={key}>\n", "\n</parameter>\n"),
-    _hunyuan(":opensource"),
-    _hunyuan(""),
-    _keyed("glm", (OPEN, "<arg_key>", "<arg_value>")),
+    Form(
+        "glm", (OPEN, "<arg_key>", "<arg_value>"), f"{OPEN}{{name}}\n", CLOSE, (OPEN,), (CLOSE,), ("{name}",),
+        between="\n", argument="<arg_key>{key}</arg_key>\n<arg_value>", closed="</arg_value>\n",
+    ),
     Form(
         "gemma", ("<|tool_call>", "call:"), "<|tool_call>call:{name}{", "}<tool_call|>",
         ("<|tool_call>", "call:"), ("<tool_call|>",), ("call:{name}", ":call:{name}"), argument="{key}:",
@@ -251,27 +214,14 @@ FORMS = (
         "lfm", ("List of tools: ", "<|im_start|>"), "{name}(", ")", ("<|tool_call_start|>",), ("<|tool_call_end|>",),
         ("{name} (",), ("<|tool_call_start|>[", "]<|tool_call_end|>"), ", ", "{key}=", between_arguments=", ",
     ),
-    replace(
-        _objects("command", (_ACTION,), _ACTION, _ACTION_END),
-        head='    {"tool_call_id": "{id}", "tool_name": "{name}", "parameters": ', between=",\n",
-        around=(f"{_ACTION}[\n", f"\n]{_ACTION_END}"),
-    ),
     replace(_objects("granite", (_PHI_OPEN, "available_tools"), _PHI_OPEN, ""), opens=(_PHI_OPEN, OPEN)),
-    _deepseek("deepseek_json", (_SEP, "```json"), f"function{_SEP}{{name}}\n```json\n", "\n```"),
-    _deepseek("deepseek", (_SEP,), f"{{name}}{_SEP}", ""),
     Form(
-        "kimi", (_KIMI,), f"<|tool_call_begin|>functions.{{name}}:{{id}}{_KIMI_ARGS}", "<|tool_call_end|>",
-        (_KIMI, "<|tool_call_begin|>"), ("<|tool_call_end|>", _KIMI_END),
-        (f"functions.{{name}}:{{id}} {_KIMI_ARGS}", f"{{name}}:{{id}} {_KIMI_ARGS}"),
-        (_KIMI, _KIMI_END), kept_id="functions.{name}:{id}",
+        "deepseek", (_SEP,), f"{_ONE}{{name}}{_SEP}", _ONE_END, (_BEGIN, _ONE), (_ONE_END, _END),
+        heads=(f"function {_SEP} {{name}} ```json", f"{{name}} {_SEP}"), around=(_BEGIN, _END),
     ),
 )  # fmt: skip
 PLAIN_FORMS = (
     Form("hermes", (OPEN,), f"{OPEN}\n{_OBJECT}", f"}}\n{CLOSE}", (OPEN,), (CLOSE,), between="\n", bare="known"),
-    replace(
-        _MISTRAL_NAMED, name="mistral_with_id", told_by=(_MISTRAL, _CALL_ID, _ARGS),
-        head=f"{_MISTRAL}{{name}}{_CALL_ID}{{id}}{_ARGS}", id_length=9,
-    ),
     _MISTRAL_NAMED,
     _objects("mistral", (_MISTRAL,), _MISTRAL, ""),
     _PHI,
@@ -282,7 +232,7 @@ PLAIN_FORMS = (
 
 def call_form(template: str | None) -> Form | None:
     """The form of a model's chat template; None if it renders neither tools nor calls, or these in an unknown form."""
-    source = with_suffixes(template or "")
+    source = template or ""
     if "tools" not in source and "tool_calls" not in source:
         return None
     known = FORMS if any(other in source for other in _OTHERS) else (*FORMS, *PLAIN_FORMS)

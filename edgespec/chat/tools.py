@@ -220,8 +220,7 @@ class ToolParser:
             raise Unfinished
         if self._names is not None and found["name"] not in self._names:
             raise ValueError("no tool")
-        name, number = found["name"], found.groupdict().get("id")
-        call_id = self.form.kept_id.format(name=name, id=number) if number and self.form.kept_id else _new_id()
+        name, call_id = found["name"], _new_id()
         try:
             arguments, at = self._arguments(text, found.end(), name, is_end=is_end)
         except Unfinished as exc:

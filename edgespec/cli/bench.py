@@ -112,7 +112,6 @@ def _encode(session: Session, prompt: BenchPrompt) -> list[int]:
 
 def _bench(session: Session, tasks: list[Task], own: dict[str, Any]) -> int:
     model = session.model
-    _ = model.cost_curve  # measured now: it is part of the report, and measuring empties the caches
     setup = Setup(model, session.sampling, session.options)
     trials: dict[tuple[str, int], Trial] = {}
     by_key = {task.key: task for task in tasks}
@@ -144,7 +143,6 @@ def _show(report: Report, own: dict[str, Any]) -> None:
 
 def _sweep(session: Session, tasks: list[Task], own: dict[str, Any]) -> int:
     model = session.model
-    _ = model.cost_curve
     choices = fixed_choices(model) if own["sweep"] else []
     choices += explain_choices(model) if own["explain"] else []
     sweep = Sweep(model, choices, session.options)

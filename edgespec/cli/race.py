@@ -73,8 +73,6 @@ def command(
         task = Task(BenchPrompt("race", (text,)), tuple(encode_prompt(session, text)), session.sampling, 0, 0)
         model.stream(task.prompt_ids, session.sampling, session.options)  # checks the prompt; nothing runs
         show_configuration(session)
-        if model.target.facts.can_speculate:
-            _ = model.cost_curve, model.draft_costs  # measured before, or recalled
         return _race(session, task, picture)
 
 

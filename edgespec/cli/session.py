@@ -101,14 +101,11 @@ def open_session(settings: Settings, *, remembers: bool = False, parallel: NumSe
     """Load what the settings name. Every option is checked before any file is opened.
 
     `parallel`: answers at once. `remembers`: a command whose answers may be stored on disk and drafted from, if the
-    settings ask for it; the others never do. With `learn`, stored answers are drafted from too, unless that is switched
-    off.
+    settings ask for it; the others never do.
     Raises ConfigError, SamplingError, and whatever `edgespec.load` raises.
     """
     if not remembers:
         settings = settings.without(REMEMBERING)
-    elif settings.values.get("learn"):
-        settings = settings.below({"recall": True}, "--learn")
     seed = sampling_of(settings).seed
     if settings.values.get("seed") == RANDOM_SEED:  # one for all answers, which is told
         settings = settings.without(("seed",))

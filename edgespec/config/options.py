@@ -90,12 +90,10 @@ class LoadKeywords(TypedDict, total=False):
     memory: str | int | None
     drafter: DrafterName
     draft_length: DraftLength
-    draft_temperature: float
     max_slowdown: float | None
     verify: RuleName
     reproducible: bool | None
     corpus: bool
-    recall: bool
     learn: bool
 
 
@@ -215,12 +213,6 @@ class LoadOptions:
         basic=True,
         check=at_least(0, most=MAX_DRAFT_LENGTH, words=("auto",)),
     )
-    draft_temperature: float = _speculation(
-        1.0,
-        "--draft-temp --draft-temperature",
-        "Draft temperature as a multiple of --temp",
-        check=from_to(0.05, 20),
-    )
     max_slowdown: float | None = _speculation(
         None,
         "--max-slowdown SHARE",
@@ -232,7 +224,6 @@ class LoadOptions:
         None, "--reproducible", "Same text as without speculation [on if free]", basic=True
     )
     corpus: bool = _speculation(True, "--corpus", "Also draft from your texts (edgespec corpus add)")
-    recall: bool = _speculation(False, "--recall", "Draft from the answers that --learn stored [on with --learn]")
     learn: bool = _speculation(False, "--learn", "Store answers on this disk, draft from them", basic=True)
 
     def __post_init__(self) -> None:
@@ -570,7 +561,7 @@ SETTINGS = tuple(
 BY_KEY = {key: setting for setting in SETTINGS for key in setting.keys}
 # Off unless a user asks: answers are private. Commands that measure ignore them: a prompt that is decoded again would
 # find its own answer.
-REMEMBERING = ("recall", "learn")
+REMEMBERING = ("learn",)
 STRUCTURE = (*STRUCTURES, "free_until")  # of one answer: for commands that give several kinds
 PROMPTING = ("system", "thinking")  # of the prompt, besides its text: for commands with prompts of their own
 # What means one model's files, layers or training.

@@ -19,7 +19,7 @@ FORESIGHT = 4  # tokens that a draft looks ahead, since costs rise in steps
 RATE_MEMORY = 0.95  # decay per round of the running rate of tokens, and per draft of what asking gains
 
 # -- choosing among drafters (choice, auto, pool)
-LONG_PROMPT = 256  # tokens of a prompt from which on it is taken for one about a given text; unit of contexts
+LONG_PROMPT = 256  # tokens of a prompt from which on it is taken for one about a given text
 PROBE_EVERY = 10  # rounds without a draft of a paid drafter until it is tried again
 TRIAL_TOKENS, MOST_TRIAL_TOKENS = 3.5, 12.0  # what a paid drafter may lose at first; most that it may save for later
 READING_ROUNDS = 16  # rounds over which a paid drafter's reading of missed text is spread
@@ -37,17 +37,17 @@ ERROR_MEMORY = 0.9  # decay of the recent error
 
 # -- cost of passes and drafts
 DRIFT_RATE, PLAIN_RATE = 0.05, 0.15  # learning rates of the machine's pace: per pass over several rows, per plain pass
-FORMER_PASSES, MOST_OWN_PASSES = 2.0, 32.0  # passes that the prior of a width counts for; most that are remembered
-LIKENESS = 0.35  # octaves of width over which the influence of a pass on other widths decays
+FORMER_PASSES, MOST_OWN_PASSES = 2.0, 32.0  # passes that earlier knowledge of a width counts for; most remembered
+LIKENESS = 0.35  # octaves of further rows over which the influence of a pass on other widths decays
 MOST_SURPRISE = 0.3  # largest deviation that a single pass counts for, in logarithms of its time
 COST_RATE, MOST_DRAFT_SURPRISE = 0.1, 2.0  # learning rate per draft or round; largest surprise, in logarithms
-FIRST_ROW, ROW_WEIGHT = 0.2, 0.75  # prior cost of another row in plain passes, and how many passes it counts for
+FIRST_ROW, GUESS_PASSES = 0.2, 0.25  # prior cost of another row in plain passes, and how many passes it counts for
+KNOWN_AFTER = 2  # passes over several rows until what a row costs is more than a guess
 MOST_ROW = 2.0  # largest cost of a row, in plain passes, that one pass may suggest; and that times what was believed
 SHARED_DRAFT_ROW = 0.45  # of a draft token's time, that another sequence adds to a pass of the draft that they share
 DRAFT_SHARE, READ_SHARE = 1.5, 0.15  # a draft's share in time over its share in bytes; reading a token over drafting it
 
 # -- threads; lateness is in natural logarithms of time
-SLACK, ALARM = 0.25, 1.2  # CUSUM (Page 1954): what is allowed each pass; the sum that raises the alarm
 CONTENDED = 0.5  # cores that two threads lacked: .0 to .35 where two are best, .6 and more beside one that computes
 BETTER = 0.1  # fewer threads must be faster by this; more threads by half of it
 PROBING = 0.03  # share of all time that may be lost on trying numbers of threads that turn out to be worse

@@ -5,8 +5,10 @@ kernel, so the only assumption about the curve is that it does not fall: a narro
 one. Nothing is measured before the first token: a first run begins with a line, a pass of one row costs what the first
 plain passes take, and each further row a share of that, which is too low for many kernels. A few passes put that right,
 and the time bank limits what they can lose; a share that is too high would be believed for ever, since nothing would be
-verified. Up to eight rows our kernels are bound by reading the weights and beyond by computing, so the line has a bend
-there; what single widths take beside it is learnt too, for kernels whose costs rise in steps.
+verified.
+
+What is learnt is the average cost of a further row, for each width: drafts have many lengths, so a pass tells of its
+own width, less of similar ones, and of all those of which nothing else is known.
 """
 
 from __future__ import annotations
@@ -26,40 +28,33 @@ from edgespec.platform.disk_cache import Seconds
 
 WIDEST = 65  # rows of the widest pass that has a price
 _WIDTHS = np.arange(WIDEST + 1)
-_MOST_STALE = 0.01  # how much widths may move until the table is made anew
-_FIRST_PLAIN, _MOST_ROW_PASSES = 2, 24.0
-BEND = 8  # rows from which on another one costs another share
-_BELIEVED, _KNOWN_BY = 3, 6.0  # large deviations in a row that are believed; passes that they count for then
+_FIRST_PLAIN = 2
+BEND = 8  # rows up to which our kernels are bound by reading the weights, and beyond by computing
+_BELIEVED = 3  # large deviations in a row that are believed
 _GUESSED_BYTES_PER_S, _GUESSED_PASS_S = 1e10, 2e-4  # the unit of time until the first plain passes were timed
 Array = NDArray[np.float64]
-_Row: TypeAlias = tuple[
-    Annotated[float, Meta(ge=0, le=c.MOST_ROW)], Annotated[float, Meta(ge=c.ROW_WEIGHT, le=_MOST_ROW_PASSES)]
-]
-_Width: TypeAlias = Annotated[int, Meta(gt=1, le=WIDEST)]
-_Own: TypeAlias = Annotated[float, Meta(gt=-20, lt=20)]
+
+
+_EachWidth = Meta(min_length=WIDEST + 1, max_length=WIDEST + 1)
+_Row: TypeAlias = Annotated[float, Meta(ge=0, le=c.MOST_ROW)]
+_Passes: TypeAlias = Annotated[float, Meta(ge=0, le=c.MOST_OWN_PASSES)]
 
 
 class _Kept(msgspec.Struct):
-    """What a curve learnt: seconds of a plain pass, both rows with their weights, and (width, passes, own) of each."""
+    """What a curve learnt: seconds of a plain pass; by width, what a row costs and how many passes that counts for.
+
+    `seen`: passes over several rows.
+    """
 
     plain: Seconds
-    rows: tuple[_Row, _Row]
-    widths: list[tuple[_Width, Annotated[float, Meta(gt=0, le=c.MOST_OWN_PASSES)], _Own]]
+    rows: Annotated[list[_Row], _EachWidth]
+    passes: Annotated[list[_Passes], _EachWidth]
+    seen: Annotated[int, Meta(ge=0)]
 
 
-def _likenesses() -> Array:
-    """[WIDEST + 1, WIDEST + 1]: how much a pass of one width says about another one; 0 on the diagonal.
-
-    0 to and from plain passes (row and column 1): all others are measured against them.
-    """
-    octaves = np.log2(np.maximum(_WIDTHS, 1))
-    found: Array = np.exp(-np.abs(octaves[:, None] - octaves[None, :]) / c.LIKENESS)
-    np.fill_diagonal(found, 0.0)
-    found[:, :2] = found[:2, :] = 0.0
-    return found
-
-
-_LIKENESSES = _likenesses()
+_OCTAVES = np.log2(np.maximum(_WIDTHS - 1, 1))
+_LIKENESSES: Array = np.exp(-np.abs(_OCTAVES[:, None] - _OCTAVES[None, :]) / c.LIKENESS)
+"""[WIDEST + 1, WIDEST + 1]: how much a pass of one width says about another one."""
 
 
 class CostCurve:
@@ -72,17 +67,18 @@ class CostCurve:
         if not measured or min(measured) < 1 or min(measured.values()) <= 0:
             raise ValueError(f"a cost curve needs positive times of positive widths, got {dict(measured)}")
         self.is_scaled = True  # its times are in seconds of this machine, and not a guess
-        self._base = _interpolated(measured)
-        self._passes = np.zeros(WIDEST + 1)  # of each width
-        self._own = np.zeros(WIDEST + 1)  # mean logarithm over the base that they took, drift aside
+        seconds = _interpolated(measured)
+        self._usual_s = float(seconds[1])  # of a plain pass, at the usual pace
+        self._rows: Array = (seconds / seconds[1] - 1.0) / np.maximum(_WIDTHS - 1, 1)  # in plain passes, by width
+        self._passes = np.full(WIDEST + 1, c.FORMER_PASSES)  # that each of these counts for
+        self._num_seen = c.KNOWN_AFTER  # passes over several rows
+        self._is_seen = np.zeros(WIDEST + 1, np.bool_)  # widths that were run
+        self._low = 1  # rows that one token is padded to
         self._plain_s: list[float] = []  # the first plain passes of this run
         self._drift = 0.0
         self._odd: list[tuple[int, float]] = []  # (width, deviation) of the last passes, where all were large
         self._is_in_doubt = False  # wide passes were late again and again: a plain pass tells why
-        # What another row costs, in plain passes, up to BEND rows and beyond, where the base is a line; their weights.
-        self._rows: list[float] | None = None
-        self._weights, self._low = [c.ROW_WEIGHT, c.ROW_WEIGHT], 1
-        self._stale, self._shape = 0.0, list[float]()  # how far widths moved since it was made
+        self._shape = list[float]()
 
     @classmethod
     def guessed(cls, plain_s: float, low: int = 1, row: float = c.FIRST_ROW) -> Self:
@@ -92,8 +88,9 @@ class CostCurve:
         """
         curve = cls({1: plain_s})
         # Beyond the bend no row is taken for cheap before one was timed.
-        curve._rows, curve._low, curve.is_scaled = [row, max(row, c.FIRST_ROW)], low, False
-        curve._redraw(plain_s)
+        beyond = np.maximum(_WIDTHS - BEND, 0) / np.maximum(_WIDTHS - low, 1)
+        curve._rows = row + (max(row, c.FIRST_ROW) - row) * beyond
+        curve._passes[:], curve._num_seen, curve._low, curve.is_scaled = c.GUESS_PASSES, 0, low, False
         return curve
 
     def table(self) -> list[float]:
@@ -103,9 +100,17 @@ class CostCurve:
 
     @property
     def shape(self) -> list[float]:
-        """The table at the machine's usual pace; another list when what a width costs beside others has changed."""
-        if self._stale > _MOST_STALE or not self._shape:
-            self._stale, self._shape = 0.0, self._made()
+        """The table at the machine's usual pace; another list when what a row costs has changed."""
+        if not self._shape:
+            times = self._usual_s * (1.0 + np.maximum(_WIDTHS - self._low, 0) * self._rows)
+            times[0] = 0.0
+            # A width that was never run costs no less than narrower ones that were, and no more than wider ones.
+            least = np.maximum.accumulate(np.where(self._is_seen, times, 0.0))
+            most = np.minimum.accumulate(np.where(self._is_seen, times, np.inf)[::-1])[::-1]
+            times = np.where(self._is_seen, times, np.maximum(np.minimum(times, most), least))
+            # Made non-decreasing: midway between the lowest such curve above the times and the highest one below.
+            above, below = np.maximum.accumulate(times), np.minimum.accumulate(times[::-1])[::-1]
+            self._shape = (0.5 * (above + below)).tolist()
         return self._shape
 
     @property
@@ -130,7 +135,7 @@ class CostCurve:
     @property
     def is_sure_of_rows(self) -> bool:
         """Whether what a row costs is more than a guess."""
-        return self._rows is None or max(self._weights) >= c.ROW_WEIGHT + 2
+        return self._num_seen >= c.KNOWN_AFTER
 
     def observe(self, width: int, seconds: float, *, is_plain: bool = False) -> None:
         """Learn from a pass that took `seconds`. `is_plain`: it is the plain pass of as many sequences."""
@@ -139,30 +144,47 @@ class CostCurve:
         if width <= self._low and len(self._plain_s) <= _FIRST_PLAIN:
             self._plain_s.append(seconds)
         if not self.is_scaled:
-            if len(self._plain_s) < _FIRST_PLAIN:
-                return
-            self._redraw(min(self._plain_s))  # the first pass of a run often waits for its weights
-            self.is_scaled = True
+            if len(self._plain_s) >= _FIRST_PLAIN:
+                self._usual_s, self.is_scaled = min(self._plain_s), True  # the first pass often waits for its weights
+                self._shape = []
             return
-        if self._rows is not None and width > self._low:
-            self._learn_row(width, seconds)  # first, so that only the rest counts as this width's own
-        self._follow(width, seconds, is_plain=is_plain or width == 1)
-
-    def _follow(self, width: int, seconds: float, *, is_plain: bool) -> None:
-        """Move a little towards one pass: a plain one tells mostly of the machine's pace."""
-        ratio = math.log(seconds / float(self._base[width]))
-        before = float(self._local(width)) if width > 1 else 0.0
-        surprise = ratio - self._drift - before
+        surprise = math.log(seconds / (self.pace * self._own_s(width)))
+        is_plain = is_plain or width == 1
         if is_plain and (self._is_in_doubt or len(self._plain_s) <= _FIRST_PLAIN):
             self._resolve(surprise)
             return
-        self._note(width, surprise, is_plain=is_plain)
-        surprise = max(-c.MOST_SURPRISE, min(c.MOST_SURPRISE, surprise))
-        self._drift += (c.PLAIN_RATE if is_plain else c.DRIFT_RATE) * surprise
-        if width > 1:
-            self._passes[width] = passes = min(self._passes[width] + 1.0, c.MOST_OWN_PASSES)
-            self._own[width] += (before + surprise - self._own[width]) / passes
-            self._stale += abs(float(self._local(width)) - before)
+        is_guess = not is_plain and not self.is_sure_of_rows
+        if not is_guess:
+            self._note(width, surprise, is_plain=is_plain)
+        limit = math.inf if is_guess else c.MOST_SURPRISE
+        surprise = max(-limit, min(limit, surprise))
+        if width > self._low:
+            self._learn_row(width, surprise)
+        if not is_guess:
+            self._drift += (c.PLAIN_RATE if is_plain else c.DRIFT_RATE) * surprise
+
+    def _own_s(self, width: int) -> float:
+        """Seconds of a pass at the usual pace by what is known of its width alone."""
+        return self._usual_s * (1.0 + max(width - self._low, 0) * float(self._rows[width]))
+
+    def _learn_row(self, width: int, surprise: float, *, is_local: bool = False) -> None:
+        """A pass took exp(`surprise`) times as long as thought. `is_local`: nothing follows for widths that are unlike.
+
+        One late pass raises the cost of a row by little: the first of a width often is late.
+        """
+        count, row = width - self._low, float(self._rows[width])
+        is_known = self._passes >= c.FORMER_PASSES
+        most = c.MOST_ROW if is_known[width] else min(c.MOST_ROW * row + 0.1, c.MOST_ROW)
+        seen = min(max((self._own_s(width) / self._usual_s * math.exp(surprise) - 1.0) / count, 0.0), most)
+        if is_local:
+            self._passes[width] = 0.0
+        likeness = _LIKENESSES[width]
+        weight = np.where(is_known | is_local, likeness, 1.0)
+        moved = weight * (seen - row) / (np.maximum(self._passes, self._passes[width]) + 1.0)
+        self._rows = np.clip(self._rows + moved, 0.0, c.MOST_ROW)
+        self._passes = np.minimum(self._passes + likeness**2, c.MOST_OWN_PASSES)
+        self._num_seen, self._is_seen[width] = self._num_seen + 1, True
+        self._shape = []
 
     def _note(self, width: int, surprise: float, *, is_plain: bool) -> None:
         """After three large deviations in one direction costs have changed, as behind a longer context.
@@ -183,70 +205,24 @@ class CostCurve:
 
     def _resolve(self, surprise: float) -> None:
         """A plain pass deviated by `surprise`; what wide ones deviated more lately is the fault of their width."""
-        self._drift += surprise if self._is_in_doubt else min(surprise, c.MOST_SURPRISE)
         for width, each in dict(self._odd).items():
-            if width > 1 and abs(each - surprise) > c.MOST_SURPRISE:
-                self._own[width] = self._local(width) + each - surprise
-                self._passes[width] = max(self._passes[width], _KNOWN_BY)
+            if width > self._low and abs(each - surprise) > c.MOST_SURPRISE:
+                self._learn_row(width, each - surprise, is_local=True)
+        if (
+            self._is_in_doubt and surprise < -c.MOST_SURPRISE
+        ):  # as behind a short context again: rows may be cheap there
+            self._rows = np.minimum(self._rows, c.FIRST_ROW)
+            self._shape = []
+        self._drift += surprise if self._is_in_doubt else min(surprise, c.MOST_SURPRISE)
         self._is_in_doubt = False
         self._odd.clear()
-        self._stale += 1.0
-
-    def _learn_row(self, width: int, seconds: float) -> None:
-        """Learn what a row costs from a pass. One late pass may raise it by little: the first of a width often is."""
-        assert self._rows is not None
-        part, before = (0, 0.0) if width <= BEND else (1, self._rows[0] * (BEND - self._low))
-        count = width - (BEND if part else self._low)
-        row = self._rows[part]
-        seen = (seconds / (float(self._base[1]) * self.pace) - 1.0 - before) / count
-        seen = min(max(seen, 0.0), c.MOST_ROW, c.MOST_ROW * row + 0.1)
-        self._weights[part] = min(self._weights[part] + 1.0, _MOST_ROW_PASSES)
-        row += (seen - row) / self._weights[part]
-        if abs(row - self._rows[part]) * count > 2 * _MOST_STALE:
-            self._rows[part] = row
-            if self._weights[1] == c.ROW_WEIGHT:
-                self._rows[1] = max(self._rows[0], self._rows[1])
-            self._redraw(float(self._base[1]))
-
-    def _redraw(self, plain_s: float) -> None:
-        """Draw the line anew; widths that were run keep their times."""
-        assert self._rows is not None
-        before, (first, later) = self._base, self._rows
-        rows = first * np.clip(_WIDTHS - self._low, 0, BEND - self._low) + later * np.maximum(_WIDTHS - BEND, 0)
-        self._base = plain_s * (1.0 + rows)
-        self._base[0] = 0.0
-        self._own[1:] -= np.where(self._passes[1:] > 0, np.log(self._base[1:] / before[1:]), 0.0)
-        self._stale += 1.0
-
-    def _local(self, width: int | slice) -> Any:
-        """What a width costs beyond the base, from its own passes and, while these are few, from similar widths.
-
-        In logarithms, as `_own`. Drafts have many lengths, so each width is seen rarely. Without smoothing the largest
-        of several noisy times would make all wider passes look as expensive, since the curve never falls, and drafts
-        would be too long.
-        """
-        likeness, passes = _LIKENESSES[width], self._passes
-        of_others = (likeness @ (passes * self._own)) / (likeness @ passes + c.FORMER_PASSES)
-        return (passes[width] * self._own[width] + c.FORMER_PASSES * of_others) / (passes[width] + c.FORMER_PASSES)
-
-    def _made(self) -> list[float]:
-        times = np.exp(self._local(slice(None))) * self._base
-        # A width that was never run costs no less than the narrower ones that were.
-        is_seen = self._passes > 0
-        is_seen[1] = True
-        np.maximum(times, np.maximum.accumulate(np.where(is_seen, times, 0.0)), out=times, where=~is_seen)
-        # Made non-decreasing: midway between the lowest such curve above the times and the highest one below.
-        above, below = np.maximum.accumulate(times), np.minimum.accumulate(times[::-1])[::-1]
-        found: list[float] = (0.5 * (above + below)).tolist()
-        return found
 
     def to_json(self) -> dict[str, Any]:
         """What was learnt, for the next run; empty while no plain pass was timed."""
-        if not self.is_scaled or self._rows is None:
+        if not self.is_scaled:
             return {}
-        widths, rows = np.flatnonzero(self._passes), zip(self._rows, self._weights, strict=True)
-        own = zip(widths.tolist(), self._passes[widths].tolist(), self._own[widths].tolist(), strict=True)
-        return {"plain": float(self._base[1]) * self.pace, "rows": list(rows), "widths": list(own)}
+        plain_s, rows, passes = self._usual_s * self.pace, self._rows.tolist(), self._passes.tolist()
+        return {"plain": plain_s, "rows": rows, "passes": passes, "seen": self._num_seen}
 
     @classmethod
     def from_json(cls, kept: object, low: int = 1) -> Self | None:
@@ -256,11 +232,8 @@ class CostCurve:
         except msgspec.ValidationError:
             return None
         curve = cls.guessed(found.plain, low)
-        curve._rows, curve._weights = (list(part) for part in zip(*found.rows, strict=True))
-        curve.is_scaled = True
-        curve._redraw(found.plain)
-        for width, passes, own in found.widths:
-            curve._passes[width], curve._own[width] = passes, own
+        curve._rows, curve._passes = np.array(found.rows), np.array(found.passes)
+        curve._num_seen, curve.is_scaled = found.seen, True
         return curve
 
 
@@ -308,11 +281,6 @@ class DraftCost:
         """A plain pass takes `plain_s`: convert to seconds."""
         if self.is_relative:
             self.token_s, self.read_s, self.is_relative = self.token_s * plain_s, self.read_s * plain_s, False
-
-    def measured(self, token_s: float, read_s: float) -> None:
-        """It took so long, in seconds."""
-        self.token_s, self.read_s, self.is_relative = token_s, read_s, False
-        self._among.clear()
 
     @property
     def is_observed(self) -> bool:

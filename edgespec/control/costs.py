@@ -1,7 +1,6 @@
-"""What the passes and drafts of a loaded model cost here: kept from earlier runs, guessed, or measured when asked for.
+"""What the passes and drafts of a loaded model cost here: kept from earlier runs, guessed, and learnt from answers.
 
-A run measures nothing before its first token. Commands that report costs have a second of passes run for them, which
-teach the curve as those of an answer do. All sequences of the target share what is learnt, and it is kept between runs.
+Nothing is measured apart from answers. All sequences of the target share what is learnt, and it is kept between runs.
 """
 
 from __future__ import annotations
@@ -9,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from time import perf_counter
 from typing import Annotated
 
-import numpy as np
 from msgspec import Meta
 
 from edgespec.config.values import DrafterName
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost, guessed_plain_s
 from edgespec.control.prices import RunCosts
-from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.spec import SPECS
 from edgespec.engines.base import Engine
@@ -27,13 +23,8 @@ from edgespec.formats.manifest import ModelPair
 from edgespec.platform import disk_cache
 from edgespec.platform.disk_cache import FileVersion, Seconds, file_key, key_of
 from edgespec.platform.machine import processor
-from edgespec.types import Batch, TokenIds
 
-METHOD = 5  # part of the cache key: raise it when what is kept changes
-WIDTHS = (1, 2, 4, 5, 8, 16)  # the end of every step seen in kernels, and its neighbours
-_PREFIX = 8  # tokens cached before: on an empty cache some engines use another kernel
-_QUICK_S, _TURNS = 1.0, 24  # seconds, and most turns of the widths
-_READ_WIDTH, _DRAFTS = 32, 8  # rows of the pass that shows what reading costs; passes that time a draft
+METHOD = 6  # part of the cache key: raise it when what is kept changes
 _KeptTable = Annotated[list[Seconds], Meta(min_length=WIDEST, max_length=WIDEST)]
 _LIBRARIES = {"llamacpp": "llama-cpp-python", "onnx": "onnxruntime"}
 
@@ -45,7 +36,6 @@ class ModelCosts:
         """`drafters`: those of the first sequence of `target`, opened and closed meanwhile; they own the models."""
         self.files = {role: tuple(map(file_key, pair.paths(role))) for role in pair.files}
         self._target, self._drafters = target, drafters
-        self.is_measured = False
 
     @cached_property
     def curve(self) -> CostCurve:
@@ -81,23 +71,6 @@ class ModelCosts:
             cost.scale(guessed_plain_s(target.weight_bytes))
         return cost
 
-    def measure(self, threads: ThreadControl | None) -> None:
-        """Run passes that teach what is not known, with all of the `threads`. Empties the caches."""
-        if threads is not None:
-            threads.reset()
-        self._target.rollback(0)
-        times = timed_passes(self._target.engine, WIDTHS)
-        for turn in zip(*times.values(), strict=True):
-            for width, pass_s in zip(times, turn, strict=True):
-                self.curve.observe(width, pass_s)
-        unknown = {name for name, cost in self.drafts.items() if not cost.is_observed}
-        for name, model in self._engines():
-            if name in unknown:
-                width = min(_READ_WIDTH, model.widest_pass)
-                found = quick_costs(model, (1, width), most=_DRAFTS)
-                self.drafts[name].measured(found[1], found[width] / width)
-        self.is_measured = True
-
     def store(self, draft: DrafterName | None) -> None:
         """For the next run; `draft`: the drafter that the pair's draft became."""
         if kept := self.curve.to_json():
@@ -116,68 +89,9 @@ class ModelCosts:
         return cost_key(engine, self.files[SPECS[name].roles[-1]])  # type: ignore[index]
 
     def _engines(self) -> list[tuple[str, Engine]]:
-        """The drafters with a model of their own, whose caches this empties."""
-        found = ((name, drafter.reset_engine()) for name, drafter in self._drafters.items())
+        """The drafters with a model of their own."""
+        found = ((name, drafter.engine) for name, drafter in self._drafters.items())
         return [(name, engine) for name, engine in found if engine is not None]
-
-
-def timed_passes(engine: Engine, widths: Sequence[int], most: int = _TURNS) -> dict[int, list[float]]:
-    """Seconds of verifying passes by width, which take turns for about a second; the first of each is not counted.
-
-    The engine must be empty, and is left empty. All rows give logits, as in verification.
-    """
-    room = min(engine.widest_pass, engine.facts.context_length - _PREFIX)
-    found: dict[int, list[float]] = {width: [] for width in widths if width <= room}
-    if not found:
-        return found
-    ids = some_ids(engine, _PREFIX + max(found))
-    deadline_s = perf_counter() + _QUICK_S
-    try:
-        read(engine, ids[:_PREFIX])
-        for turn in range(most + 1):
-            for width in found:
-                shorten(engine, ids, _PREFIX)
-                started_s = perf_counter()
-                engine.forward(Batch.chain(ids[_PREFIX : _PREFIX + width]))
-                if turn:
-                    found[width].append(perf_counter() - started_s)
-            if turn > 2 and perf_counter() > deadline_s:
-                break
-    finally:
-        engine.rollback(0)
-    return found
-
-
-def quick_costs(engine: Engine, widths: Sequence[int], most: int = _TURNS) -> dict[int, float]:
-    """Lower quartile of `timed_passes`, since disturbances only make a pass longer."""
-    return {width: sorted(times)[len(times) // 4] for width, times in timed_passes(engine, widths, most).items()}
-
-
-def some_ids(engine: Engine, count: int) -> TokenIds:
-    """Any tokens [count], always the same: multiplicative hashes (Knuth, section 6.4) of their places.
-
-    Without numpy.random, whose import takes a while, and swallows a Ctrl-C that comes meanwhile.
-    """
-    hashes = np.arange(1, count + 1, dtype=np.uint64) * 2_654_435_761 % 2**32
-    return (hashes * engine.vocabulary.size >> np.uint64(32)).astype(np.int32)
-
-
-def read(engine: Engine, ids: TokenIds) -> None:
-    """Append `ids` [n] to the cache, in as few passes as possible."""
-    for start in range(0, ids.size, engine.widest_pass):
-        engine.forward(Batch.chain(ids[start : start + engine.widest_pass], last_only=True))
-
-
-def shorten(engine: Engine, ids: TokenIds, to_length: int) -> None:
-    """Make the cache, which holds the first of `ids` [n], hold `to_length` of them.
-
-    A model with a running state that cannot be rolled back so far reads them again.
-    """
-    if engine.facts.can_rollback or to_length == engine.length():
-        engine.rollback(to_length)
-    else:
-        engine.rollback(0)
-        read(engine, ids[:to_length])
 
 
 def cost_key(engine: Engine, files: Iterable[Path | FileVersion]) -> str:

@@ -161,8 +161,7 @@ class DrafterPool:
 
     def _can_have(self, name: DrafterName) -> bool:
         """Whether the drafter was opened, or can be made of what was."""
-        spec = SPECS[name]
-        return name in self.drafters or (spec.make is not None and (not spec.needs or "model" in self.drafters))
+        return name in self.drafters or SPECS[name].can_be_made(self.drafters)
 
     def drafter(self, name: DrafterName) -> Drafter:
         """The drafter of that name. Raises CapabilityError for one that this pair does not have."""
@@ -174,12 +173,6 @@ class DrafterPool:
             vocabulary = self._target.engine.vocabulary
             self.drafters[name] = made(name, self._options, vocabulary, self.drafters, self._pair.name)
         return self.drafters[name]
-
-    def measure(self) -> None:
-        """Measure what was not measured before. Empties the caches; what was learnt of drafts is kept."""
-        if not self.costs.is_measured:
-            self.keep()
-            self.costs.measure(self.threads)
 
     @property
     def draft_engine(self) -> Engine | None:
@@ -216,4 +209,4 @@ class DrafterPool:
     def _learnt_key(self, name: DrafterName) -> str:
         files = [cost_key(self._target.engine, versions) for versions in self.costs.files.values()]
         heads = [version for kind, version in self._heads.items() if kind in ("", name)]
-        return key_of(name, files, heads, self._options.exit_layer, self._options.draft_temperature)
+        return key_of(name, files, heads, self._options.exit_layer)

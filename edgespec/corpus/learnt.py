@@ -90,7 +90,7 @@ class LearntTexts:
             made, sizes, stored = read_arrays(self.path, "made", "sizes", "ids")
             ids = checked_ids(self.path, stored, 0, self._size)
             if made.shape != sizes.shape or sizes.ndim != 1 or sizes.sum() != ids.size:
-                raise DamagedError(f"{self.path} is damaged: its answers have other sizes")
+                raise DamagedError(self.path, "its answers have other sizes")
         except StateError as exc:
             logger.warning("earlier answers are not used for drafting: %s", exc)
             return []

@@ -25,6 +25,9 @@ from edgespec.vocabulary import Vocabulary
 class DamagedError(StateError):
     """The file is not one of edgespec's, or not as it was written."""
 
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path} is damaged, delete it: {why}")
+
 
 def texts_folder() -> Path:
     """The folder for texts: `texts` in EDGESPEC_HOME, or in the platform's folder for user data."""
@@ -55,15 +58,15 @@ def read_arrays(path: Path, *names: str) -> list[NDArray[Any]]:
     except PermissionError as exc:
         raise StateError(f"{path} cannot be used: {exc.strerror}. Make its folder readable") from exc
     except UNREADABLE_NPZ as exc:
-        raise DamagedError(f"{path} is damaged, delete it: {exc}") from exc
+        raise DamagedError(path, str(exc)) from exc
 
 
 def checked_ids(path: Path, token_ids: NDArray[Any], least: int, size: int) -> TokenIds:
     """The token ids [n] that `path` holds. Raises DamagedError unless all are within `least`..size - 1."""
     if token_ids.dtype != np.int32 or token_ids.ndim != 1:
-        raise DamagedError(f"{path} is damaged, delete it: it holds no list of token ids")
+        raise DamagedError(path, "it holds no list of token ids")
     if token_ids.size and not (token_ids.min() >= least and token_ids.max() < size):
-        raise DamagedError(f"{path} is damaged, delete it: a token id is outside {least}..{size - 1}")
+        raise DamagedError(path, f"a token id is outside {least}..{size - 1}")
     return token_ids
 
 

@@ -123,28 +123,20 @@ class Corpus:
         except (OSError, msgspec.DecodeError):
             return DEFAULT_BUDGET_BYTES
 
-    def add(
-        self,
-        name: str,
-        source: str,
-        documents: list[TokenIds],
-        budget_bytes: int | None = None,
-        *,
-        is_more: bool = False,
-    ) -> CorpusText:
+    def add(self, name: str, source: str, documents: list[TokenIds], budget_bytes: int | None = None) -> CorpusText:
         """Store `documents` (each [n]) under `name`, replacing what the same source gave before.
 
-        `budget_bytes`: new size limit of the corpus. `is_more`: nothing is replaced, they come after what the source
-        gave before. Raises ConfigError if the name is not valid or is taken, or the limit would be exceeded; StateError
-        if the file cannot be written. The corpus is then unchanged.
+        `budget_bytes`: new size limit of the corpus. Raises ConfigError if the name is not valid or is taken, or the
+        limit would be exceeded; StateError if the file cannot be written. The corpus is then unchanged.
         """
         check_name(name)
-        others, ids, num_documents = self.texts(), joined(documents), len(documents)
-        former = next((text for text in others if text.name == name and text.source == source), None)
-        if is_more and former is not None:
-            ids, num_documents = np.concatenate((self._ids_of(former), ids)), former.num_documents + num_documents
-        text = CorpusText(name, source, time.time(), num_documents, ids.size)
-        _check_name_is_free(text, others)
+        others, ids = self.texts(), joined(documents)
+        text = CorpusText(name, source, time.time(), len(documents), ids.size)
+        taken = next((other for other in others if other.name == name), None)
+        if taken is not None and taken.source != source:
+            raise ConfigError(
+                f"the corpus already has a text {name!r}, from {taken.source}: give this one another name with --name"
+            )
         check_budget(text, others, budget_bytes or self.budget_bytes())
         about = np.frombuffer(json.dumps(text).encode(), np.uint8)
         write_arrays(self._file_of(name), about=about, ids=ids)
@@ -152,13 +144,9 @@ class Corpus:
             write_atomically(self.path / _BUDGET, str(budget_bytes), private=True)
         try:
             self.index()  # sorted now, so that the next load need not
-        except DamagedError as exc:  # of another text: this one is stored
+        except StateError as exc:  # of another text: this one is stored
             logger.warning("%s", exc)
         return text
-
-    def check_is_free(self, name: str, source: str) -> None:
-        """Raise ConfigError if `name` is taken by another source; StateError if a text cannot be read."""
-        _check_name_is_free(CorpusText(name, source, 0.0, 0, 0), self.texts())
 
     def remove(self, name: str) -> CorpusText:
         """Remove a text. Raises ConfigError if there is no such text, StateError if its file cannot be deleted."""
@@ -183,7 +171,7 @@ class Corpus:
             return None
         total, budget = sum(text.num_bytes for text in texts), self.budget_bytes()
         if total > budget:
-            raise DamagedError(f"the corpus takes {total / _MIB:.1f} MiB and its budget is {budget / _MIB:.1f} MiB")
+            raise StateError(f"the corpus takes {total / _MIB:.1f} MiB and its budget is {budget / _MIB:.1f} MiB")
         ids = np.concatenate([self._ids_of(text) for text in texts])
         return SuffixIndex(ids, self._order(ids)) if ids.size else None
 
@@ -214,7 +202,7 @@ class Corpus:
         path = self._file_of(text.name)
         ids = checked_ids(path, read_arrays(path, "ids")[0], -1, self._size)
         if ids.size != text.num_tokens:
-            raise DamagedError(f"{path} is damaged, delete it: it holds another text than it says")
+            raise DamagedError(path, "it holds another text than it says")
         return ids
 
 
@@ -222,7 +210,7 @@ def _described(path: Path, about: bytes) -> CorpusText:
     try:
         return msgspec.json.decode(about, type=CorpusText)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise DamagedError(f"{path} is damaged, delete it: {exc}") from exc
+        raise DamagedError(path, str(exc)) from exc
 
 
 def check_name(name: str) -> None:
@@ -242,12 +230,4 @@ def check_budget(text: CorpusText, others: list[CorpusText], budget_bytes: int) 
             f"corpus's budget of {budget_bytes / _MIB:.1f} MiB are in use: add less, free space with edgespec corpus "
             "rm NAME, or raise the budget with edgespec corpus add ... --budget "
             f"{int((taken + text.num_bytes) / _MIB) + 1}"
-        )
-
-
-def _check_name_is_free(text: CorpusText, others: list[CorpusText]) -> None:
-    taken = next((other for other in others if other.name == text.name), None)
-    if taken is not None and taken.source != text.source:
-        raise ConfigError(
-            f"the corpus already has a text {text.name!r}, from {taken.source}: give this one another name with --name"
         )

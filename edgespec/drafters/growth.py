@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.drafters.base import DraftRequest
-from edgespec.sampling import NoTokenLeft, Sampler
+from edgespec.sampling import NoTokenLeft
 from edgespec.sampling.noise import Stream
 from edgespec.types import NO_PARENT, Distribution, Draft, Evidence, Logits, TokenIds
 
@@ -133,13 +133,12 @@ MakeCandidates = Callable[[Logits, TokenIds], Candidates]
 """(a node's row of logits [vocabulary], the tokens [m] of its path) -> its children."""
 
 
-def candidates_for(request: DraftRequest, sampler: Sampler, *, disagreement: float = DISAGREEMENT) -> MakeCandidates:
+def candidates_for(request: DraftRequest, disagreement: float = DISAGREEMENT) -> MakeCandidates:
     """What makes the children of a node: the first tokens of the race that the target will run there.
 
-    They are drawn with the settings of `sampler`, the draft's. `disagreement`: how far the target's logits mostly
-    differ from the draft's.
+    `disagreement`: how far the target's logits mostly differ from the draft's.
     """
-    text_ids = request.token_ids
+    text_ids, sampler = request.token_ids, request.sampler
 
     def make(logits: Logits, path_ids: TokenIds) -> Candidates:
         uses_history = sampler.uses_history and path_ids.size > 0

@@ -170,7 +170,7 @@ class Eagle3Drafter(HeadDrafter):
             states.update(zip(asked, after, strict=True))
             return [found[asked.index(node)] for node in growth.waiting]
 
-        make = candidates_for(request, request.sampler)
+        make = candidates_for(request)
         return grown(request, make, self._head.facts.end_ids, logits, rows_of)
 
     def num_uncached(self, token_ids: TokenIds) -> int:
@@ -246,7 +246,7 @@ class MedusaDrafter(HeadDrafter):
         self._head.inject(features[-1:])
         logits, _ = self._head.block(int(request.token_ids[-1]))
         if takes_tree(request):
-            make = candidates_for(request, request.sampler, disagreement=self.disagreement)
+            make = candidates_for(request, self.disagreement)
 
             def rows_of(growth: Growth) -> Logits:
                 return logits[[growth.nodes[node].depth + 1 for node in growth.waiting]]

@@ -3,8 +3,7 @@
 The draft is the medium's own text, as if the medium had drafted alone: under the coupled rule its picks with the
 target's noise, under a rule that compares distributions its samples with the draft noise, each with the medium's
 distribution. The small model only changes how many passes of the medium that takes (staged speculation, arXiv
-2308.04623, with the coupled rule between the stages). The medium samples at the draft temperature, and so does the
-small model, which has to agree with it.
+2308.04623, with the coupled rule between the stages).
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ _READ_ALONG = 4  # committed tokens that share the medium's first pass with smal
 class HierarchicalDrafter(ModelDrafter):
     """Drafts with the engine `medium`, which it owns and closes; `small` drafts for it and is borrowed.
 
-    A full window of the medium slides as a draft model's does. `temperature`: that of both as a multiple of the
-    target's; `ahead`: tokens that `small` drafts for each pass of the medium.
+    A full window of the medium slides as a draft model's does. `ahead`: tokens that `small` drafts for each pass of the
+    medium.
     """
 
     name = "hierarchical"
@@ -35,12 +34,11 @@ class HierarchicalDrafter(ModelDrafter):
         self,
         small: ModelDrafter,
         medium: Engine,
-        temperature: float = 1.0,
         ahead: int = _AHEAD,
         cache: CachedSequence | None = None,
     ) -> None:
         """`cache`: of the medium, for another sequence of one that owns the engine; None: its first one, owned."""
-        super().__init__(medium, cache, temperature=temperature, owns_engine=cache is None)
+        super().__init__(medium, cache, owns_engine=cache is None)
         self._small, self._ahead = small, ahead
 
     def _of_sequence(self, sequence: int) -> ModelDrafter | None:
@@ -48,13 +46,13 @@ class HierarchicalDrafter(ModelDrafter):
         if small is None:
             return None
         cache = self._cache.another(sequence)
-        return HierarchicalDrafter(small, self._engine, self.temperature.factor, self._ahead, cache)
+        return HierarchicalDrafter(small, self._engine, self._ahead, cache)
 
     def begin(self, prompt_ids: TokenIds) -> None:
         super().begin(prompt_ids)
         self._small.begin(prompt_ids)
 
-    def looking_ahead(self, request: DraftRequest) -> Passes[Draft]:
+    def drafting(self, request: DraftRequest) -> Passes[Draft]:
         """A chain of the medium's tokens, as ModelDrafter's."""
         most = min(request.max_tokens, self._engine.facts.context_length // 4)
         if most < 1:
@@ -97,7 +95,7 @@ class HierarchicalDrafter(ModelDrafter):
         behind = chain.request._replace(
             token_ids=chain.text, max_tokens=count, num_drafted=len(chain.token_ids), should_continue=None
         )
-        return (yield from self._small.looking_ahead(behind))
+        return (yield from self._small.drafting(behind))
 
     def reading(self, token_ids: TokenIds, whole: int, part: int) -> int:
         self._small.reading(token_ids, whole, part)

@@ -10,7 +10,6 @@ model and no training; where trees are not possible it drafts only from the n-gr
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from itertools import islice
 
 import numpy as np
@@ -19,8 +18,7 @@ from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.types import EMPTY_DRAFT, NO_PARENT, Draft, TokenIds, Verdict
 
 NgramTail = tuple[int, ...]
-_IN_WINDOW, _POOLED, _BEST = 0.0, 1.0, 2.0  # classes of proposals
-_CONFIDENCE = {_IN_WINDOW: 0.1, _POOLED: 0.2, _BEST: 0.5}
+_IN_WINDOW, _POOLED, _BEST = 0.1, 0.2, 0.5  # confidence in proposals
 _MOST_READ = 4096  # latest tokens of a prompt that come into the pool
 _BYTES_PER_NGRAM = 800  # tuples and their shares of the tables, measured on CPython 3.11 with 150,000 ids
 
@@ -48,7 +46,7 @@ class LookaheadDrafter(Drafter):
         """The pool's n-grams that begin with the pending token, the latest first, then the window."""
         self._read(request.token_ids)
         columns, ngrams = self._shares(request.max_tokens, request.max_branches)
-        tree = _Trie()
+        tree = _Tree()
         for rank, tail in enumerate(islice(self._pool.tails(int(request.token_ids[-1])), ngrams)):
             tree.add(NO_PARENT, tail[: request.max_tokens], _POOLED if rank else _BEST)
         self._columns = []
@@ -103,49 +101,45 @@ class LookaheadDrafter(Drafter):
 
 
 class NgramPool:
-    """For each token its continuations, the latest first; of all n-grams the latest `most_kept` are kept."""
+    """For each token its continuations, the latest first; of all n-grams at least the latest half of `most_kept`."""
 
     def __init__(self, most_kept: int) -> None:
-        self._most_kept = most_kept
-        self._tails: dict[int, OrderedDict[NgramTail, None]] = {}
-        self._order: OrderedDict[tuple[int, NgramTail], None] = OrderedDict()
+        self._most = most_kept // 2
+        self._young: dict[int, dict[NgramTail, None]] = {}
+        self._old: dict[int, dict[NgramTail, None]] = {}
+        self._num_young = self._num_old = 0
 
     @property
     def size(self) -> int:
-        return len(self._order)
+        return self._num_young + self._num_old
 
     def add(self, token_id: int, tail: NgramTail) -> None:
-        tails = self._tails.setdefault(token_id, OrderedDict())
+        tails = self._young.setdefault(token_id, {})
+        self._num_young += tail not in tails
+        tails.pop(tail, None)
         tails[tail] = None
-        tails.move_to_end(tail)
-        self._order[token_id, tail] = None
-        self._order.move_to_end((token_id, tail))
-        if len(self._order) > self._most_kept:
-            (oldest, its_tail), _ = self._order.popitem(last=False)
-            del self._tails[oldest][its_tail]
-            if not self._tails[oldest]:
-                del self._tails[oldest]
+        if self._num_young >= self._most:
+            self._young, self._old, self._num_young, self._num_old = {}, self._young, 0, self._num_young
 
     def tails(self, token_id: int) -> list[NgramTail]:
-        return list(reversed(self._tails.get(token_id, {})))
+        young, old = self._young.get(token_id, {}), self._old.get(token_id, {})
+        return [*reversed(young), *(tail for tail in reversed(old) if tail not in young)]
 
 
-class _Trie:
+class _Tree:
     """A tree of proposals under construction: equal tokens below one node are one row."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node, in order
-        self._classes: list[float] = []
+        self._confidences: list[float] = []
 
-    def add(self, parent: int, token_ids: list[int] | NgramTail, kind: float) -> list[int]:
+    def add(self, parent: int, token_ids: list[int] | NgramTail, confidence: float) -> list[int]:
         """Tokens one below the other, from `parent` on; their nodes."""
         found = []
         for token_id in token_ids:
-            key = parent, token_id
-            if key not in self._nodes:
-                self._nodes[key] = len(self._nodes)
-                self._classes.append(kind)
-            parent = self._nodes[key]
+            if (parent, token_id) not in self._nodes:
+                self._confidences.append(confidence)
+            parent = self._nodes.setdefault((parent, token_id), len(self._nodes))
             found.append(parent)
         return found
 
@@ -153,6 +147,6 @@ class _Trie:
         if not self._nodes:
             return EMPTY_DRAFT
         parents, token_ids = np.array(list(self._nodes), np.int32).T
-        confidences = np.array([_CONFIDENCE[kind] for kind in self._classes], np.float32)
-        evidence = tuple((math.log(each / (1.0 - each)),) for each in confidences.tolist())
+        evidence = tuple((math.log(each / (1.0 - each)),) for each in self._confidences)
+        confidences = np.array(self._confidences, np.float32)
         return Draft(token_ids.copy(), parents.copy(), confidences, None, evidence, wants_rows)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,11 +87,6 @@ class VocabularyMap:
         parts = [[mapped] if mapped >= 0 else self._spell(token_id) for mapped, token_id in both]
         return np.array([token_id for part in parts for token_id in part], np.int32)
 
-    def proposed(self, token_ids: TokenIds) -> TokenIds:
-        """Target tokens [n] that the draft proposed, as draft tokens; one that it lacks cannot normally occur."""
-        direct = self.draft_ids[token_ids]
-        return np.where(direct < 0, np.int32(self._filler), direct)
-
     def gathered(self, logits: Logits) -> Logits:
         """A draft's logits [its vocabulary] as a row of the target's [target vocabulary]; the next call reuses it."""
         self._padded[:-1] = logits
@@ -141,9 +135,12 @@ def map_vocabulary(target: Vocabulary, draft: Engine) -> VocabularyMap:
 class MappedSequence(CachedSequence):
     """A draft model's cache as a list of target tokens; logits come in the target's ids.
 
-    It supports what a draft model needs: feeding, looking, rollback. What only a target does is refused: its places
-    would be taken for those of the draft's tokens.
+    It supports what a draft model of chains needs: feeding and rollback.
     """
+
+    @property
+    def most_branches(self) -> int:
+        return 0
 
     def __init__(self, engine: Engine, mapping: VocabularyMap, sequence: int = 0) -> None:
         self._map = mapping
@@ -177,10 +174,6 @@ class MappedSequence(CachedSequence):
         self._held.append(token_ids)
         return self._map.gathered(logits)
 
-    def looking(self, token_ids: TokenIds, parents: TokenIds, outputs: NDArray[np.bool_]) -> Passes[Logits]:
-        logits = yield from self._inner.looking(self._map.proposed(token_ids), parents, outputs)
-        return np.array([self._map.gathered(row).copy() for row in logits])
-
     def reusable_length(self, wanted_ids: TokenIds) -> int:
         ends = self._ends[: self.shared_length(wanted_ids) + 1]
         reached = self.engine.reachable(int(ends[-1]), self.sequence)
@@ -199,10 +192,3 @@ class MappedSequence(CachedSequence):
     def restore(self) -> None:
         self._inner.restore()
         self._inner.rollback(int(self._ends[self.length]))
-
-    def _refuse(self, *_: Any, **__: Any) -> Never:
-        raise AssertionError(
-            "a cache of another vocabulary drafts only: its places are not those of the draft's tokens"
-        )
-
-    score = scoring = keep = score_again = adopt = adopt_prefix = keep_features = keep_layer_inputs = _refuse

@@ -8,100 +8,36 @@ afford the reading, it begins at a later token (`reading`).
 
 from __future__ import annotations
 
-from abc import abstractmethod
-
 import numpy as np
 
-from edgespec.config.options import MAX_TEMPERATURE
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.growth import CHAIN_PRIOR, DrawnChain
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence, Passes, at_once, restored_on_failure
-from edgespec.sampling import Sampler
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
 _LEAST_READ = 128  # tokens; a window of fewer says little about what the draft is worth
 _FREE = 32  # places of the context that a window leaves for drafts
 
 
-class DraftTemperature:
-    """The draft's sampler: the target's settings and noise at `factor` times the target's temperature.
+class ModelDrafter(Drafter):
+    """Drafts a chain with `engine`, for the target or for another drafter that looks ahead with it.
 
-    A draft carries the distributions that it was sampled from, so every acceptance rule is exact for any factor.
-    """
-
-    def __init__(self, factor: float = 1.0) -> None:
-        self.factor = factor
-        self._made: tuple[Sampler, Sampler] | None = None  # the target's, and the last one made of it
-
-    def sampler(self, target: Sampler) -> Sampler:
-        """The target's own where nothing differs."""
-        settings = target.sampling
-        if settings.temperature == 0.0 or self.factor == 1.0:
-            return target
-        # No sampler takes more than the highest temperature.
-        temperature = min(settings.temperature * self.factor, MAX_TEMPERATURE)
-        if self._made is None or self._made[0] is not target:
-            self._made = target, target.at_temperature(temperature)
-        return self._made[1]
-
-
-class ChainDrafter(Drafter):
-    """Drafts a chain with layers of `engine`, for the target or for another drafter that looks ahead with it.
-
-    `temperature`: the draft's as a multiple of the target's.
-    """
-
-    prior = CHAIN_PRIOR
-
-    def __init__(self, engine: Engine, temperature: float) -> None:
-        self._engine = engine
-        self.temperature = DraftTemperature(temperature)  # a drafter that shares the model shares it too
-
-    def draft(self, request: DraftRequest) -> Draft:
-        """A chain sampled with the target's settings and, unless the rule needs distributions, the target's noise."""
-        return at_once(self.drafting(request))
-
-    def drafting(self, request: DraftRequest) -> Passes[Draft]:
-        return self.looking_ahead(request._replace(sampler=self.temperature.sampler(request.sampler)))
-
-    @abstractmethod
-    def looking_ahead(self, request: DraftRequest) -> Passes[Draft]:
-        """Implements `drafting`, at the temperature of the request's sampler."""
-
-    def another(self, sequence: int) -> ChainDrafter | None:
-        return None
-
-    def set_threads(self, threads: int) -> None:
-        self._engine.set_threads(min(threads, self._engine.facts.threads))
-
-    def cancel(self) -> None:
-        self._engine.cancel()
-
-    def clear_cancel(self) -> None:
-        self._engine.clear_cancel()
-
-
-class ModelDrafter(ChainDrafter):
-    """Drafts with `engine`; `cache` translates another vocabulary into the target's.
-
-    It closes the engine if it owns it.
+    `cache` translates another vocabulary into the target's. It closes the engine if it owns it.
     """
 
     name = "model"
+    prior = CHAIN_PRIOR
 
     def __init__(
         self,
         engine: Engine,
         cache: CachedSequence | None = None,
         notes: tuple[str, ...] = (),
-        temperature: float = 1.0,
         *,
         owns_engine: bool = True,
     ) -> None:
-        super().__init__(engine, temperature)
-        self.notes = notes
-        self._owns_engine = owns_engine
+        self._engine, self._owns_engine, self.notes = engine, owns_engine, notes
         self._cache = CachedSequence(engine) if cache is None else cache
         self._window_start = 1  # first text position in the window behind the text's first token
         self._former_start = 1  # the same in an earlier generation
@@ -117,7 +53,11 @@ class ModelDrafter(ChainDrafter):
         if self._window_start > 1:  # drafters that share this one begin it as well
             self._former_start, self._window_start = self._window_start, 1
 
-    def looking_ahead(self, request: DraftRequest) -> Passes[Draft]:
+    def draft(self, request: DraftRequest) -> Draft:
+        """A chain sampled with the target's settings and, unless the rule needs distributions, the target's noise."""
+        return at_once(self.drafting(request))
+
+    def drafting(self, request: DraftRequest) -> Passes[Draft]:
         room = self._engine.facts.context_length
         most = min(request.max_tokens, room // 4)
         if most < 1:
@@ -215,8 +155,16 @@ class ModelDrafter(ChainDrafter):
 
     def _of_sequence(self, sequence: int) -> ModelDrafter | None:
         """A drafter like this one for another sequence of the engine, which it does not own."""
-        cache, factor = self._cache.another(sequence), self.temperature.factor
-        return type(self)(self._engine, cache, temperature=factor, owns_engine=False)
+        return type(self)(self._engine, self._cache.another(sequence), owns_engine=False)
+
+    def set_threads(self, threads: int) -> None:
+        self._engine.set_threads(min(threads, self._engine.facts.threads))
+
+    def cancel(self) -> None:
+        self._engine.cancel()
+
+    def clear_cancel(self) -> None:
+        self._engine.clear_cancel()
 
     def close(self) -> None:
         if self._owns_engine:

@@ -8,7 +8,7 @@ that load nothing read the table too, and do without numpy.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -23,40 +23,7 @@ if TYPE_CHECKING:
     from edgespec.drafters.base import Drafter
     from edgespec.vocabulary import Vocabulary
 
-    Opened = Mapping[DrafterName, Drafter]
-    Make = Callable[[LoadOptions, Vocabulary, Opened], Drafter]
-
 logger = logging.getLogger("edgespec")
-
-
-def make_ngram(options: LoadOptions, vocabulary: Vocabulary, opened: Opened) -> Drafter:
-    from edgespec.drafters.ngram import NgramDrafter
-
-    return NgramDrafter()
-
-
-def make_suffix(options: LoadOptions, vocabulary: Vocabulary, opened: Opened) -> Drafter:
-    from edgespec.corpus.index import SuffixIndex, joined
-    from edgespec.drafters.suffix import SuffixDrafter
-
-    earlier = learnt_texts(vocabulary).read() if options.recall else []
-    found = [user_corpus(vocabulary) if options.corpus else None, SuffixIndex.of(joined(earlier)) if earlier else None]
-    return SuffixDrafter(corpora=[index for index in found if index is not None])
-
-
-def make_lookahead(options: LoadOptions, vocabulary: Vocabulary, opened: Opened) -> Drafter:
-    from edgespec.drafters.lookahead import LookaheadDrafter
-
-    return LookaheadDrafter()
-
-
-def make_tree(options: LoadOptions, vocabulary: Vocabulary, opened: Opened) -> Drafter:
-    from edgespec.drafters.model import ModelDrafter
-    from edgespec.drafters.tree import TreeDrafter
-
-    model = opened["model"]
-    assert isinstance(model, ModelDrafter)
-    return TreeDrafter(model)
 
 
 def learnt_texts(vocabulary: Vocabulary) -> LearntTexts:
@@ -120,17 +87,17 @@ class DrafterSpec:
     `needs`: beside the target; the last one is what it runs. `owns`: an engine of its own, or nothing that runs on an
     engine (tables and heads, or the draft model borrowed from drafter `model`). `cost` of
     drafting: next to nothing ("free"), passes of a model or a head ("passes"), or further rows of the
-    target's pass, which pay only where a row costs next to nothing ("rows"). `engines`: of the target. `make`: from
-    nothing, or from drafter `model`; None: opened when the pair is loaded. `auto` takes what was opened or can be made,
-    of cost "rows" only where rows are cheap, unless `in_auto` says less. `bytes_per_token`: most that its tables take
-    per token, of at most `most_tokens`.
+    target's pass, which pay only where a row costs next to nothing ("rows"). `engines`: of the target. `is_made`: on
+    demand, from nothing or from drafter `model`; else it is opened when the pair is loaded. `auto` takes what was
+    opened or can be made, of cost "rows" only where rows are cheap, unless it is not `in_auto`. `bytes_per_token`: most
+    that its tables take per token, of at most `most_tokens`.
     """
 
     needs: tuple[Need, ...] = ()
     owns: Literal["nothing", "engine"] = "nothing"
     cost: Literal["free", "passes", "rows"] = "passes"
     engines: tuple[EngineName, ...] = ("llamacpp", "onnx")
-    make: Make | None = None
+    is_made: bool = False
     bytes_per_token: int = 0
     most_tokens: int = 1 << 17
     in_auto: bool = True
@@ -139,6 +106,10 @@ class DrafterSpec:
     def roles(self) -> tuple[str, ...]:
         """The files of a pair that it needs."""
         return tuple(need.role for need in self.needs if need.role is not None)
+
+    def can_be_made(self, opened: Container[DrafterName]) -> bool:
+        """Whether it can be made of those that were `opened` with the pair."""
+        return self.is_made and (not self.needs or "model" in opened)
 
     @property
     def is_pairs_draft(self) -> bool:
@@ -154,8 +125,8 @@ class DrafterSpec:
 # In the order in which `auto` considers them: of equal expectations the first one wins.
 SPECS: dict[DrafterName, DrafterSpec] = {
     # In one text `suffix` finds what `ngram` finds.
-    "ngram": DrafterSpec(cost="free", make=make_ngram, bytes_per_token=400, in_auto=False),
-    "suffix": DrafterSpec(cost="free", make=make_suffix, bytes_per_token=600, most_tokens=1 << 16),
+    "ngram": DrafterSpec(cost="free", is_made=True, bytes_per_token=400, in_auto=False),
+    "suffix": DrafterSpec(cost="free", is_made=True, bytes_per_token=600, most_tokens=1 << 16),
     "model": DrafterSpec((DRAFT,), "engine"),
     "eagle3": DrafterSpec((EAGLE3_HEAD,), "engine", engines=("llamacpp",)),
     "dflash": DrafterSpec((DFLASH_HEAD,), "engine", engines=("llamacpp",)),
@@ -164,8 +135,8 @@ SPECS: dict[DrafterName, DrafterSpec] = {
     "hierarchical": DrafterSpec((DRAFT, MEDIUM), "engine"),
     "medusa": DrafterSpec((HEADS,)),
     "eagle": DrafterSpec((HEADS,)),
-    "tree": DrafterSpec((DRAFT,), cost="rows", make=make_tree),
-    "lookahead": DrafterSpec(cost="rows", make=make_lookahead, bytes_per_token=800, most_tokens=1 << 15),
+    "tree": DrafterSpec((DRAFT,), cost="rows", is_made=True),
+    "lookahead": DrafterSpec(cost="rows", is_made=True, bytes_per_token=800, most_tokens=1 << 15),
 }
 FALLBACK: DrafterName = "ngram"  # with a fixed draft length and no draft; it needs nothing and works on any text
 
@@ -177,7 +148,7 @@ AUTOMATIC = [name for name, spec in SPECS.items() if spec.in_auto]
 def check_makeable(name: DrafterName, opened: Mapping[DrafterName, Drafter], pair: str) -> None:
     """Raises CapabilityError for a drafter that needs what was not loaded; arguments as `made`'s."""
     spec = SPECS[name]
-    if spec.make is not None and (not spec.needs or "model" in opened):
+    if spec.can_be_made(opened):
         return
     need = spec.needs[-1]
     problem = f"drafter {name!r} needs {need.what}, but {pair!r} was loaded without"
@@ -194,6 +165,26 @@ def made(
     Raises CapabilityError for one that needs what was not loaded.
     """
     check_makeable(name, opened, pair)
-    make = SPECS[name].make
-    assert make is not None
-    return make(options, vocabulary, opened)
+    if name == "suffix":
+        return _suffix(options, vocabulary)
+    if name == "tree":
+        from edgespec.drafters.model import ModelDrafter
+        from edgespec.drafters.tree import TreeDrafter
+
+        model = opened["model"]
+        assert isinstance(model, ModelDrafter)
+        return TreeDrafter(model)
+    from edgespec.drafters.lookahead import LookaheadDrafter
+    from edgespec.drafters.ngram import NgramDrafter
+
+    return NgramDrafter() if name == "ngram" else LookaheadDrafter()
+
+
+def _suffix(options: LoadOptions, vocabulary: Vocabulary) -> Drafter:
+    """It copies from the corpus and from kept answers, where the options say so."""
+    from edgespec.corpus.index import SuffixIndex, joined
+    from edgespec.drafters.suffix import SuffixDrafter
+
+    earlier = learnt_texts(vocabulary).read() if options.learn else []
+    found = [user_corpus(vocabulary) if options.corpus else None, SuffixIndex.of(joined(earlier)) if earlier else None]
+    return SuffixDrafter(corpora=[index for index in found if index is not None])

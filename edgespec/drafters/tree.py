@@ -42,7 +42,7 @@ class TreeDrafter(Drafter):
         most = min(request.max_tokens, cache.engine.facts.context_length // 4)
         if most < 1:
             return EMPTY_DRAFT
-        candidates = candidates_for(request, self._model.temperature.sampler(request.sampler))
+        candidates = candidates_for(request)
         with restored_on_failure(cache):
             growth = Growth(candidates, most, branches, _MOST_CHILDREN, request.row_cost)
             growth.open(ROOT, (yield from self._model.catching_up(request.token_ids, most)))

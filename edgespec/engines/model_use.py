@@ -30,7 +30,6 @@ class ModelUse:
     devices: tuple[str, ...] | None = None  # of these layers; None: all GPUs; none: the CPU
     endpoints: tuple[str, ...] = ()  # RPC servers (HOST:PORT) that hold the layers, behind a child process
     overrides: tuple[tuple[str, str], ...] = ()  # (pattern of tensors, device) that come before the layers' devices
-    kv_offload: bool = True  # the KV cache of these layers is on their devices
     flash_attention: bool | None = None
     check_tensors: bool = False  # read all weights and refuse NaN
     is_repacked: bool = True  # False: weights stay as they are in the file, which loads faster and computes slower

@@ -89,7 +89,7 @@ def hub_source(hub_id: str, revision: str) -> Source:
     """A model of the hub: fetches its small files, or uses the cached copy if the hub is not reachable."""
     try:
         found = describe(hub_id, revision)
-    except (ModelNotFound, DownloadError) as error:
+    except DownloadError as error:
         return _cached_source(hub_id, revision, error)
     sizes = {name: file.bytes for name, file in found.files.items()}
     weights = {name: sizes[name] for name in _weight_names(f"{hub_id} at {endpoint()}", list(sizes))}

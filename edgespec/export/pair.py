@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
-from edgespec.errors import CapabilityError, ConfigError, EdgespecError, EngineError, ModelFileError
+from edgespec.errors import ConfigError, EdgespecError, EngineError, ModelFileError
 from edgespec.export.check import (
     ABSURD,
     CHECK_CONTEXT,
@@ -178,8 +177,6 @@ def _require(request: ExportRequest) -> None:
         from edgespec.export.onnx.optimum import exporter
 
         exporter()
-    elif find_spec("gguf") is None:
-        raise CapabilityError(f"an export needs gguf: {install_command('convert')}")
     if "onnx" in request.formats and request.check:
         require_engine("onnx", "checking the conversion")
     require_packages(request.formats, torch=request.check)
@@ -443,7 +440,9 @@ class _Export:
                 reference = engine_reference(engine, "llama.cpp on the same weights")
             usual = limits_of(weights.quant)
         else:
-            self.reporter.note(f"{role}: not compared, which needs llama.cpp: {install_command('llamacpp')}")
+            # Optimum's graph has no GGUF
+            lacking, extra = ("transformers", "export") if weights is None else ("llama.cpp", "llamacpp")
+            self.reporter.note(f"{role}: not compared, which needs {lacking}: {install_command(extra)}")
             return "nothing", {}
         figures = {}
         for done, (key, wanted, quant, path) in enumerate(files, 1):

@@ -84,21 +84,12 @@ def facts_of_gguf(model: GgufModel) -> Facts:
     )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model. Raises ModelFileError if it cannot be read or the model is already quantised."""
-    config = read_json(folder / "config.json")
-    if settings := config.get("quantization_config"):
-        method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
-        raise ModelFileError(f"{folder} is already quantised ({method}): give the original model")
-    return config
-
-
 def read_facts(source: Source) -> Facts:
     """Facts of a model: exact if its weights are fetched, else estimated from the file sizes.
 
     Raises ModelFileError if config.json cannot be read or a safetensors file is truncated or corrupt.
     """
-    config = read_config(source.folder)
+    config = read_json(source.folder / "config.json")
     kind = named_architecture(config)
     nested = config.get("text_config")
     text = {**config, **(nested if isinstance(nested, dict) else {})}

@@ -152,17 +152,13 @@ class ContinuousBatch:
     def begin_alone(self, generation: Generation) -> None:
         """Begin one that its handle reads with `next_event`; nothing else runs. Raises as `begin`."""
         self.end_all()  # a handle that was dropped gave its turn back, but could not end its generation
-        ended, advisor = WeakMethod(generation.ended), self._executor.advisor
-        stats = generation.stats  # the handle is not kept, so that it can be dropped
+        ended = WeakMethod(generation.ended)  # the handle is not kept, so that it can be dropped
 
         def end(failure: Exception | None) -> None:
-            if line := advisor.judged(stats):
-                stats.notes.append(line)
             if (method := ended()) is not None:
                 method(failure)
 
         member = self._joined(generation, self._executor.slots.take_first(), no_event, end)
-        advisor.begin(generation.request.options)
         self._look_around(member)
 
     def _joined(
@@ -300,8 +296,7 @@ class ContinuousBatch:
         if not is_drafting:
             self._num_passes += 1
             if (threads := self._executor.pool.threads) is not None:
-                cached = sum(member.run.target.length for member in self._members)
-                is_disturbed = threads.passed(num_rows, seconds, started.lacking_s(threads.threads), cached)
+                is_disturbed = threads.passed(num_rows, seconds, started.lacking_s(threads.threads))
         for member, rows in zip(chosen, widths, strict=True):
             member.run.share = PassShare(seconds * rows / num_rows, is_disturbed)
             if not is_drafting:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,7 +23,6 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.widths import ClassWatch
 from edgespec.errors import EdgespecError
 from edgespec.formats.manifest import ModelPair
-from edgespec.generation.advisor import Advisor
 from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.request import Request
 from edgespec.generation.run_state import Run
@@ -58,7 +56,6 @@ class Executor:
         self.target = target
         self.sequence = CachedSequence(target)
         self.pool = DrafterPool(options, pair, self.sequence, drafters)
-        self.advisor = Advisor(options, pair, target, self.pool)
         self.class_watch = ClassWatch()
         self.memory = memory
         self.parked = ParkedStates() if memory is None else ParkedStates(most_bytes=memory.parked_bytes)
@@ -75,6 +72,7 @@ class Executor:
     @contextmanager
     def vocabulary(self) -> Iterator[Vocabulary]:
         """The target's vocabulary, which is not freed within the block. Raises StateError if the model is closed."""
+        self.turn.require_open()  # before the lock, which nobody may give back in a fork
         with self._readers_changed:
             is_open = not self.turn.is_shut
             self._num_readers += is_open
@@ -150,6 +148,8 @@ class Executor:
 
     def cancel(self, claim: Claim | None = None) -> None:
         """End what runs after at most one pass; with `claim`, only if it is that claim's. For signal handlers too."""
+        if self.turn.is_shut:
+            return
         with self._stopping:
             running = self.batch.claims
             for each in running if claim is None else [claim]:
@@ -173,6 +173,8 @@ class Executor:
         `at_exit`: nothing is saved, and the memory is not freed if a pass does not end in time. Raises Busy, before
         anything is done, if this thread is inside a turn.
         """
+        if self.turn.is_forked:
+            return
         self.turn.require_outside()
         self.turn.shut(at_exit=at_exit)
         deadline_s = monotonic() + (_EXIT_WAIT_S if at_exit else math.inf)
@@ -199,12 +201,6 @@ class Executor:
                 if not at_exit:
                     return_freed_memory()
 
-    def abandon(self) -> None:
-        """In a fork, where the engines' threads are missing: nothing runs any more, and nothing is freed or saved."""
-        self.turn.abandon()
-        self._is_closed, self._stopping = True, threading.RLock()
-        self._num_readers, self._readers_changed = 0, threading.Condition()  # whoever read it is not here
-
     def __del__(self) -> None:
         """A model that was dropped without `close`: nobody can use it any more, and llama.cpp's memory is not Python's.
 
@@ -228,17 +224,6 @@ class Executor:
             drafter.close()
         self.target.close()
         _open.discard(self)
-
-
-def _abandon_all() -> None:
-    """Calls in a fork raise StateError instead of waiting for ever."""
-    for executor in list(_open):
-        executor.abandon()
-    _open.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_abandon_all)
 
 
 @atexit.register

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -17,9 +18,12 @@ from edgespec.generation.turn import Caller, Claim
 from edgespec.reports import FinishReason, Stats, TokenEvent
 
 if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
     from edgespec.generation.executor import Executor
 
 Returned = TypeVar("Returned")
+_MOST_WORKERS = 4096  # made as they are needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,14 @@ class Result:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
+@cache
+def _workers() -> ThreadPoolExecutor:
+    """Threads for asyncio tasks: those that wait for a turn must not keep the one that has it from going on."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    return ThreadPoolExecutor(_MOST_WORKERS, "edgespec")
+
+
 class Generation(Closing):
     """The handle of one request; returned by `Model.stream` and `Model.chat`.
 
@@ -61,7 +73,6 @@ class Generation(Closing):
         self._claim = Claim()
         self._has_begun = False
         self._emitted: list[TokenEvent] = []
-        self._found: str | None = None  # by `check_answer`
         self._failure: Exception | None = None
         self._is_over = False
 
@@ -126,16 +137,6 @@ class Generation(Closing):
         """Generate to the end; includes the events that were read before. Raises the errors of iterating."""
         return self._whole(Caller.now())
 
-    def check_answer(self) -> str:
-        """Check an answer that is finished against its whole schema, where that could not be kept while it was written.
-
-        What is wrong with it, which `stats.notes` has then too; "" where nothing is, or nothing was to be checked.
-        """
-        if self._found is None:
-            self._found = self._request.note_on(self.text) if self.finish_reason == "stop" else ""
-            self.stats.notes += [self._found] if self._found else []
-        return self._found
-
     def __aiter__(self) -> Self:
         return self
 
@@ -151,14 +152,12 @@ class Generation(Closing):
         return await self._in_worker(self._whole)
 
     async def _in_worker(self, function: Callable[[Caller], Returned]) -> Returned:
-        """Run `function` in a worker thread once the claim has the turn; no thread is blocked until then."""
+        """Run `function` in a worker thread, which waits for the turn."""
         import asyncio  # takes 30 ms, and only async callers need it
 
-        caller = Caller.now()
+        self._executor.turn.require_open()
         try:
-            if not self._is_over:
-                await self._executor.turn.wait(self._claim, caller, self._max_wait_s)
-            step = asyncio.ensure_future(asyncio.to_thread(function, caller))
+            step = asyncio.get_running_loop().run_in_executor(_workers(), function, Caller.now())
             step.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may end after a cancellation
             return await asyncio.shield(step)
         except asyncio.CancelledError:
@@ -169,7 +168,6 @@ class Generation(Closing):
         self._step(caller, self._max_wait_s, to_end=True)
         if self._failure is not None:
             raise self._failure
-        self.check_answer()
         request, events = self._request, self._emitted
         tops = tuple(event.top_logprobs for event in events) if request.options.top_logprobs else ()
         return Result(
@@ -275,7 +273,7 @@ class Generation(Closing):
         """`close` without blocking the event loop."""
         import asyncio
 
-        await asyncio.to_thread(self.close)
+        await asyncio.get_running_loop().run_in_executor(_workers(), self.close)
 
     async def __aenter__(self) -> Self:
         return self

@@ -16,7 +16,6 @@ from edgespec.engines.base import EngineFacts
 from edgespec.errors import CapabilityError, ConfigError, EdgespecError, PromptError, shown
 from edgespec.reports import RoundRecord
 from edgespec.sampling import Sampler
-from edgespec.sampling.constraint.grammar import mismatch
 from edgespec.types import TokenIds
 
 Given = TypeVar("Given")
@@ -40,15 +39,6 @@ class Request:
     def notes(self) -> tuple[str, ...]:
         """What of its schema or grammar is not kept."""
         return () if self.sampler.constraint is None else self.sampler.constraint.facts.notes
-
-    @property
-    def schema(self) -> str:
-        """A JSON schema that a finished answer is to be checked against, as its grammar allows more; mostly ""."""
-        return "" if self.sampler.constraint is None else self.sampler.constraint.facts.schema
-
-    def note_on(self, answer: str) -> str:
-        """Why a finished answer does not match `schema`; "" if it does. Blocks while a child process checks it."""
-        return mismatch(self.schema, answer.split(self.options.free_until or "\0", 1)[-1]) if self.schema else ""
 
 
 def of_kind(name: str, given: Given, kind: type[Given], error: type[EdgespecError]) -> Given:

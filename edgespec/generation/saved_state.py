@@ -1,21 +1,20 @@
 """A sequence on disk: its token ids and the engine's state after them, so that a later run need not read them again.
 
-The file holds MAGIC, the length of a JSON header, the header, the token ids, where the pass of each ended (both int32,
-little-endian) and the engine's state, which carries a stamp of the weights, library and cache types and a digest of its
-own. A restored sequence is used like any other: the next prompt is compared with its tokens, and only what differs is
-read.
+A file of numpy arrays: FORM, `tokens` [2, n] (ids, and where the pass of each ended), `widths` and the engine's state,
+which carries a stamp of the weights, library and cache types and a digest of its own. A restored sequence is used like
+any other: the next prompt is compared with its tokens, and only what differs is read.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import io
 import os
-import struct
+import zlib
 from pathlib import Path
-from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.config.values import as_path
 from edgespec.engines.cached_text import CachedText
@@ -24,10 +23,9 @@ from edgespec.errors import ConfigError, StateError, shown
 from edgespec.platform.files import write_atomically
 from edgespec.types import TokenIds
 
-MAGIC = b"EDGESPEC SEQUENCE 2\n"
-_LENGTH = struct.Struct("<I")
-_MAX_HEADER_BYTES = 1 << 12
+FORM = "edgespec sequence 3"
 _AGAIN = "the prompt is read again instead"
+_DAMAGE = (BadZipFile, zlib.error, ValueError, KeyError, EOFError, TypeError, AttributeError, MemoryError)
 
 
 def state_path(given: str | os.PathLike[str]) -> Path:
@@ -44,14 +42,12 @@ def save_sequence(path: Path, sequence: CachedSequence) -> int:
     Raises StateError when the file cannot be written, EngineError.
     """
     sequence.reconcile()
-    tokens = b"".join(part.astype("<i4").tobytes() for part in sequence.text)
-    count = sequence.length
-    header = {"tokens": count, "sha256": hashlib.sha256(tokens).hexdigest(), "widths": _widths(sequence)}
-    text = json.dumps(header).encode()
-    state = sequence.engine.save_state(sequence.sequence)
-    parts = (MAGIC, _LENGTH.pack(len(text)), text, tokens, state)
-    write_atomically(path, b"".join(parts), private=True, durable=False)
-    return count
+    tokens, state = np.array(list(sequence.text), np.int32), sequence.engine.save_state(sequence.sequence)
+    parts = {"form": np.array(FORM), "tokens": tokens, "widths": _widths(sequence), "state": np.frombuffer(state, "u1")}
+    file = io.BytesIO()
+    np.savez(file, **parts)  # type: ignore[arg-type]  # its keywords are arrays and one bool
+    write_atomically(path, file.getvalue(), private=True, durable=False)
+    return sequence.length
 
 
 def load_sequence(path: Path, sequence: CachedSequence) -> int:
@@ -61,39 +57,24 @@ def load_sequence(path: Path, sequence: CachedSequence) -> int:
     empty where the engine itself refused the state.
     """
     try:
-        content = path.read_bytes()
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            form, tokens, widths, state = (file[name] for name in ("form", "tokens", "widths", "state"))
     except OSError as exc:
         raise StateError(f"the saved state {path} cannot be read: {exc.strerror}; {_AGAIN}") from exc
-    header, rest = _header(path, content)
-    count = header["tokens"]
-    tokens = rest[: 8 * count]
-    if len(tokens) != 8 * count or hashlib.sha256(tokens).hexdigest() != header.get("sha256"):
-        raise StateError(f"the saved state {path} is damaged; {_AGAIN}")
-    text = CachedText(*np.frombuffer(tokens, "<i4").astype(np.int32).reshape(2, count))
-    _check_fits(path, header, text.token_ids, sequence)
-    sequence.adopt(rest[8 * count :], text)
+    except _DAMAGE as exc:
+        raise StateError(f"{path} is damaged, or not a state saved by this version of edgespec; {_AGAIN}") from exc
+    if form != FORM or (tokens.dtype, state.dtype) != (np.int32, np.uint8) or tokens.ndim != 2 or len(tokens) != 2:
+        raise StateError(f"{path} is not a state saved by this version of edgespec; {_AGAIN}")
+    text = CachedText(*tokens)
+    _check_fits(path, text.token_ids, sequence)
+    # Passes of other widths round differently: in reproducible mode only a state of the same class has the right bits.
+    if sequence.engine.facts.pinned_class is not None and not np.array_equal(widths, _widths(sequence)):
+        raise StateError(f"the saved state {path} was not made in this reproducible mode; {_AGAIN}")
+    sequence.adopt(state.data, text)
     return int(text.token_ids.size)
 
 
-def _header(path: Path, content: bytes) -> tuple[dict[str, Any], memoryview]:
-    """The checked header, and what follows it."""
-    begin = len(MAGIC) + _LENGTH.size
-    if not content.startswith(MAGIC) or len(content) < begin:
-        raise StateError(f"{path} is not a state saved by this version of edgespec; {_AGAIN}")
-    (length,) = _LENGTH.unpack_from(content, len(MAGIC))
-    try:
-        if length > _MAX_HEADER_BYTES:
-            raise ValueError(f"its header claims {length} bytes")
-        header = json.loads(content[begin : begin + length])
-        count = header["tokens"]
-        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count < 1 << 31:
-            raise ValueError(f"it claims {count!r} tokens")
-    except (ValueError, KeyError, TypeError, RecursionError) as exc:
-        raise StateError(f"the saved state {path} is damaged ({exc}); {_AGAIN}") from exc
-    return header, memoryview(content)[begin + length :]
-
-
-def _check_fits(path: Path, header: dict[str, Any], token_ids: TokenIds, sequence: CachedSequence) -> None:
+def _check_fits(path: Path, token_ids: TokenIds, sequence: CachedSequence) -> None:
     facts = sequence.engine.facts
     if token_ids.size > facts.context_length:
         raise StateError(
@@ -102,11 +83,10 @@ def _check_fits(path: Path, header: dict[str, Any], token_ids: TokenIds, sequenc
         )
     if token_ids.size and not 0 <= token_ids.min() <= token_ids.max() < sequence.engine.vocabulary.size:
         raise StateError(f"the saved state {path} contains tokens that this model does not know; {_AGAIN}")
-    # Passes of other widths round differently: in reproducible mode only a state of the same class has the right bits.
-    if facts.pinned_class is not None and header.get("widths") != _widths(sequence):
-        raise StateError(f"the saved state {path} was not made in this reproducible mode; {_AGAIN}")
 
 
-def _widths(sequence: CachedSequence) -> list[int] | None:
+def _widths(sequence: CachedSequence) -> NDArray[np.int64]:
+    """Of passes with equal bits; none in the fastest mode."""
     facts = sequence.engine.facts
-    return None if facts.pinned_class is None else [*map(int, facts.pinned_class), facts.prompt_block]
+    pinned = facts.pinned_class
+    return np.array([] if pinned is None else [*map(int, pinned), facts.prompt_block], np.int64)

@@ -6,11 +6,12 @@ and signal handlers may withdraw a claim or let it leave: the lock is reentrant 
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -43,6 +44,11 @@ class Caller(NamedTuple):
             task = None if loaded is None else loaded.current_task()
         return cls(threading.current_thread(), task)
 
+    @property
+    def waits_with_thread(self) -> bool:
+        """Whether it waits in its own thread, and not in one that waits for its task."""
+        return self.thread is threading.current_thread()
+
 
 @dataclass(eq=False, slots=True)
 class Claim:
@@ -57,17 +63,16 @@ class Claim:
     used_s: float = 0.0
     is_withdrawn: bool = False
     is_over: bool = False
-    wakers: list[Callable[[], object]] = field(default_factory=list)  # of tasks that wait
 
     @property
     def needs_turn(self) -> bool:
         return not self.is_withdrawn and not self.is_over
 
-    def waits_for(self, caller: Caller, *, is_thread: bool) -> bool:
-        """Whether only `caller`, which waits (`is_thread`: with all of its thread), would use it next."""
+    def waits_for(self, caller: Caller) -> bool:
+        """Whether only `caller`, which waits, would use it next: its task, or all of its thread where that waits."""
         if self.caller is None:
             return False
-        if is_thread:
+        if caller.waits_with_thread:
             return self.caller.thread is caller.thread
         return self.caller.task is not None and self.caller.task is caller.task
 
@@ -78,8 +83,18 @@ class Turn:
     def __init__(self) -> None:
         self._queue: list[Claim] = []
         self._changed = threading.Condition()
-        self.is_shut = self.is_exiting = False
-        self._reason = CLOSED
+        self._is_shut = self.is_exiting = False
+        self._process = os.getpid()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a fork: threads that hold its locks, and those of the engines, are not here."""
+        return os.getpid() != self._process
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether nothing can run any more."""
+        return self._is_shut or self.is_forked
 
     @property
     def num_queued(self) -> int:
@@ -99,20 +114,23 @@ class Turn:
         if the model was closed.
         """
         thread = threading.current_thread()
+        self.require_open()
         if claim.inside is thread:
             raise Busy("a generation cannot be read inside its own on_round callback, or a signal handler during it")
         caller = caller or Caller.now()
         began_s = monotonic()
         try:
             with self._changed:
-                self._join(claim)
-                while not self.is_shut and not self._may_enter(claim):
-                    self._changed.wait(self._next_check_s(claim, caller, began_s, max_wait_s, is_thread=True))
-                if not self.is_shut:
+                if claim not in self._queue and claim.needs_turn and not self._is_shut:
+                    self._queue.append(claim)
+                while not self._is_shut and not self._may_enter(claim):
+                    self._changed.wait(self._next_check_s(claim, caller, began_s, max_wait_s))
+                if not self._is_shut:
                     claim.inside, claim.caller = thread, caller
             self.require_open()
         except BaseException:
-            self._leave_unless_begun(claim)
+            if not (self.is_of(claim) and claim.caller is not None):  # one that has begun keeps its turn
+                self.leave(claim)
             raise
         try:
             yield
@@ -121,45 +139,21 @@ class Turn:
             with self._changed:
                 self._changed.notify_all()
 
-    async def wait(self, claim: Claim, caller: Caller, max_wait_s: float | None = None) -> None:
-        """Wait as `inside` does without blocking the event loop, until the claim has the turn or needs it no longer."""
-        import asyncio
-
-        loop, woken, began_s = asyncio.get_running_loop(), asyncio.Event(), monotonic()
-
-        def wake() -> None:
-            with suppress(RuntimeError):  # the loop is closed, so nothing waits
-                loop.call_soon_threadsafe(woken.set)
-
-        claim.wakers.append(wake)
-        try:
-            self._join(claim)
-            while not self.is_of(claim) and claim.needs_turn:
-                self.require_open()
-                timeout_s = self._next_check_s(claim, caller, began_s, max_wait_s, is_thread=False)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(timeout_s):
-                        await woken.wait()
-                woken.clear()
-        except BaseException:
-            self._leave_unless_begun(claim)
-            raise
-        finally:
-            claim.wakers.remove(wake)
-
     def leave(self, claim: Claim, *, for_good: bool = False) -> None:
         """Leave the queue, so that the next claim has the turn; `for_good`: this one needs none any more."""
         claim.is_over = claim.is_over or for_good
+        if self.is_forked:
+            return
         with self._changed:
             if claim in self._queue:
                 self._queue.remove(claim)
-            self._wake(claim, *self._queue[:1])
+            self._changed.notify_all()
 
     def withdraw(self, claim: Claim) -> None:
         """Cancel the claim: it waits no longer."""
         with self._changed:
             claim.is_withdrawn = True
-            self._wake(claim)
+            self._changed.notify_all()
 
     def shut(self, *, at_exit: bool = False) -> None:
         """Withdraw all claims; every later call and every waiter raises StateError.
@@ -167,10 +161,10 @@ class Turn:
         `at_exit`: daemon threads, which end with the program, block instead of raising.
         """
         with self._changed:
-            self.is_exiting, self.is_shut = at_exit, True
+            self.is_exiting, self._is_shut = at_exit, True
             for claim in list(self._queue):
                 claim.is_withdrawn = True
-            self._wake(*self._queue)
+            self._changed.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
         """After `shut`: wait until no thread uses the model. Returns False if one still does after `timeout_s`."""
@@ -178,12 +172,14 @@ class Turn:
             return self._changed.wait_for(lambda: all(claim.inside is None for claim in list(self._queue)), timeout_s)
 
     def require_open(self) -> None:
-        """Raise StateError if shut. At exit, a daemon thread blocks forever instead."""
-        if not self.is_shut:
+        """Raise StateError if shut, or in a fork. At exit, a daemon thread blocks forever instead."""
+        if self.is_forked:
+            raise StateError(FORKED)
+        if not self._is_shut:
             return
         if self.is_exiting and threading.current_thread().daemon:
             threading.Event().wait()
-        raise StateError(self._reason)
+        raise StateError(CLOSED)
 
     def require_outside(self) -> None:
         """Raise Busy if this thread is inside a turn: waiting for that turn to end would deadlock."""
@@ -193,47 +189,24 @@ class Turn:
                 "call cancel() there"
             )
 
-    def abandon(self) -> None:
-        """In a fork: shut, and forget claims of threads that are not in it."""
-        self._reason, self.is_shut = FORKED, True
-        self._queue.clear()
-        self._changed = threading.Condition()  # whoever held it is not here
-
     @property
     def first(self) -> Claim | None:
         """The claim that has the turn; one that an interrupt kept from leaving is passed over."""
         return next((claim for claim in list(self._queue) if not claim.is_over or claim.inside is not None), None)
 
-    def _join(self, claim: Claim) -> None:
-        with self._changed:
-            if claim not in self._queue and claim.needs_turn and not self.is_shut:
-                self._queue.append(claim)
-
     def _may_enter(self, claim: Claim) -> bool:
         return claim.inside is None and (self.is_of(claim) or not claim.needs_turn)
 
-    def _leave_unless_begun(self, claim: Claim) -> None:
-        """Leave the queue after a failed wait; a generation that has begun keeps its turn."""
-        if not (self.is_of(claim) and claim.caller is not None):
-            self.leave(claim)
-
-    def _wake(self, *claims: Claim) -> None:
-        self._changed.notify_all()
-        for wake in [wake for claim in claims for wake in claim.wakers]:
-            wake()
-
-    def _next_check_s(
-        self, claim: Claim, caller: Caller, began_s: float, max_wait_s: float | None, *, is_thread: bool
-    ) -> float:
+    def _next_check_s(self, claim: Claim, caller: Caller, began_s: float, max_wait_s: float | None) -> float:
         """How long to wait on, in a wait since `began_s`. Raises Busy where it lasts too long, or would for ever:
         the caller has the turn itself, with another claim.
         """
         first, now_s = self.first, monotonic()
-        if first is not None and first is not claim and first.waits_for(caller, is_thread=is_thread):
+        if first is not None and first is not claim and first.waits_for(caller):
             if first.inside is caller.thread:
                 raise Busy("the model cannot be called inside on_round, or a signal handler during a generation")
             if now_s >= max(first.used_s, began_s) + GRACE_S:  # another thread of a pool may have taken a step
-                raise Busy(f"this {'thread' if is_thread else 'task'} {_OWN}: {_FIX}")
+                raise Busy(f"this {'thread' if caller.waits_with_thread else 'task'} {_OWN}: {_FIX}")
         if max_wait_s is None:
             return GRACE_S / 4
         if now_s >= began_s + max_wait_s:

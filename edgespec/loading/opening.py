@@ -105,7 +105,7 @@ def _opened(
         medium = open_draft(options, pair.files["medium"], target)
         with closed_on_failure(medium):
             check_same_vocabulary(target.vocabulary, medium.vocabulary)
-            return found | {name: HierarchicalDrafter(small, medium, options.draft_temperature)}
+            return found | {name: HierarchicalDrafter(small, medium)}
 
 
 def _early_exit(options: LoadOptions, target: Engine) -> EarlyExitDrafter:
@@ -114,14 +114,14 @@ def _early_exit(options: LoadOptions, target: Engine) -> EarlyExitDrafter:
     assert isinstance(target, KernelEngine)  # `exit_layer_of` leaves GGUFs on kernels only
     assert options.exit_layer is not None
     engine = target.first_layers(options.exit_layer, options.draft_context_length)
-    return EarlyExitDrafter(engine, temperature=options.draft_temperature)
+    return EarlyExitDrafter(engine)
 
 
 def _model_drafter(options: LoadOptions, file: ModelFile, target: Engine) -> ModelDrafter:
     engine = open_draft(options, file, target)
     with closed_on_failure(engine):
         cache, note = draft_cache(target, engine, file.path.name)
-    return ModelDrafter(engine, cache, (note,) if note else (), options.draft_temperature)
+    return ModelDrafter(engine, cache, (note,) if note else ())
 
 
 @contextmanager

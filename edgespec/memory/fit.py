@@ -96,7 +96,7 @@ def fit(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> Fitt
     wanted: tuple[Fit, ...] = ("fits",) if options.memory is not None else ("fits", "pages")
     if whole.verdict.fit in wanted:
         return whole
-    tried = list(_tried(whole, room, _setups(whole)))
+    tried = list(_tried(whole, room))
     allowed = [each for each in tried if options.memory is not None or each.given_up in ((), (_NO_DRAFT,))]
     found = _first(allowed, wanted) or _first(allowed, ("fits", "pages"))
     if found is None:
@@ -123,8 +123,8 @@ def _first(tried: Iterable[Fitted], wanted: tuple[Fit, ...]) -> Fitted | None:
     return next((each for each in tried if each.verdict.fit in wanted), None)
 
 
-def _tried(whole: Fitted, room: Room, setups: Iterable[tuple[GivenUp, ...]]) -> Iterator[Fitted]:
-    for given_up in setups:
+def _tried(whole: Fitted, room: Room) -> Iterator[Fitted]:
+    for given_up in _setups(whole):
         with contextlib.suppress(EdgespecError):  # the model has no cache of that type
             yield _fitted(whole.options, whole.pair, room, given_up)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,11 +63,6 @@ class Sampler:
     def uses_history(self) -> bool:
         """Whether distributions depend on the tokens before them: penalties and constraints do."""
         return self.constraint is not None or self.sampling.uses_history
-
-    def at_temperature(self, temperature: float) -> Sampler:
-        """The same settings, noise and constraint at another temperature."""
-        sampling = replace(self.sampling, temperature=temperature)
-        return Sampler(sampling, self.vocabulary_size, self.constraint)
 
     def permitted(self, draft: Draft, history: TokenIds) -> Draft:
         """`draft`, which follows all tokens `history` [n], without what the constraint forbids."""

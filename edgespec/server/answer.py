@@ -457,12 +457,6 @@ async def answering(exchange: Exchange, notes: list[str]) -> AsyncIterator[list[
             ticket.cancel()
 
 
-async def notes_on(loaded: Loaded, answers: Sequence[Answer]) -> list[str]:
-    """What is wrong with answers that are finished."""
-    checked = [each for answer in answers if (each := answer.ticket.generation).request.schema]
-    return list(filter(None, [await loaded.scheduler.prepare(each.check_answer) for each in checked]))
-
-
 def sse(value: Any, event: str = "") -> bytes:
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {compact(value)}\n\n".encode()

@@ -29,7 +29,6 @@ from edgespec.server.answer import (
     answering,
     compact,
     logprobs_of,
-    notes_on,
     prompt_progress,
     timings,
     usage,
@@ -216,8 +215,7 @@ class _Sidecar:
                     request.answer = answer
                     async for piece in answer.pieces():
                         self._emit_piece(request_id, piece, loaded.model.target.vocabulary)
-                    await notes_on(loaded, [answer])
-                    notes = [*dict.fromkeys([*notes, *answer.ticket.stats.notes])]  # those of its checks and drafters
+                    notes = [*dict.fromkeys([*notes, *answer.ticket.stats.notes])]  # those of its drafters
         except Exception as exc:
             if not request.is_cancelled:  # an answer that was cut by that is no failure
                 self._fail(request_id, as_http_error(exc))

@@ -188,16 +188,12 @@ def call_grammar(
             terminal(part, vocabulary) if part in form.marks else json.dumps(part) for part in parts if part
         )
 
-    def beginning(name: str) -> str:
-        """What a call begins with, in which regular expressions stand between slashes."""
-        return " ".join(part if part.startswith("/") else literal(part) for part in form.head_parts(name))
-
     more = f" ({literal(form.between)} call){{0,{most - 1}}}" if most > 1 else ""
     start, end = map(literal, form.around)
     lines = [f"start: {start} calls {end}{'' if answer is None else ' | answer'}", f"calls: call{more}"]
     lines.append(f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}")
     for index, tool in enumerate(tools):
-        before = beginning(tool["function"]["name"])
+        before = literal(form.head.replace("{name}", tool["function"]["name"]))
         lines.append(f"call_{index}: {before} {_json(parameters_of(tool))} {literal(form.tail)}")
     if answer is not None:
         lines.append(f"answer: {literal(form.before_answer)} {_json(answer)}")

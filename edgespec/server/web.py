@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from edgespec.errors import shown
-from edgespec.server.answer import Answer, Exchange, answering, compact, notes_on
+from edgespec.server.answer import Answer, Exchange, answering, compact
 from edgespec.server.http_errors import HttpError, as_http_error
 from edgespec.server.requests import Fields, parse_object
 from edgespec.server.service import Limits, Loaded, Service, Services
@@ -193,17 +193,13 @@ class Answering:
                 for answer in answers:
                     await answer.read()
                 whole = found.whole(answers)
-                return json_response(whole, headers=_told(notes + await notes_on(loaded, answers)))
+                return json_response(whole, headers=_told(notes))
 
 
 async def _stream(exchange: Exchange, answers: Sequence[Answer], notes: Sequence[str], stream: Stream) -> None:
-    loaded = exchange.work.loaded
     stream.headers.update(_told(notes))
     stream.failure = exchange.failure
     stream.opened.set()
     async for part in exchange.stream(answers):
         await stream.write(part)
         await asyncio.sleep(0)  # lets the loop notice that the client has left
-    found_late = await notes_on(loaded, answers)
-    if found_late and exchange.ping:  # the headers are sent: a comment, as a ping is
-        await stream.write(f": {_told(found_late)[NOTES]}\n\n".encode())

@@ -161,7 +161,7 @@ def _store(rng: random.Random, texts: Known) -> Made:
         file.write_bytes(damaged_bytes(rng, file.read_bytes()))
         command_line(["corpus", "ls"], allowed=(0, 1, 2))
         for _ in range(2):
-            given = {"drafter": "suffix", "recall": True, "learn": True, "draft_length": 4, "reproducible": True}
+            given = {"drafter": "suffix", "learn": True, "draft_length": 4, "reproducible": True}
             expect(answer("demo", **given), texts["reproducible"])
         command_line(["corpus", "rm", "--all"])
 

@@ -25,7 +25,6 @@ _LIKELY: dict[str, tuple[Any, ...]] = {
     "drafter": ("none", "ngram", "suffix", "lookahead", "tree", "model", "medusa"),
     "verify": ("coupled", "rejection", "block", "typical"),
     "draft_length": (0, 1, 5, 64, "auto"),
-    "draft_temperature": (0.05, 20),
     "temperature": (0.0, 1e-300, 1e-6, 1.0, 100.0),
     "top_k": (0, 1, 2**31 - 1),
     "top_p": (1e-9, 0.5, 1.0),

@@ -42,8 +42,8 @@ MUTANTS = (
     Mutant(
         "stop one token early: the last draft token is never accepted",
         "sampling/acceptance.py",
-        "            if choices.accept(ratio, position + len(path), attempt):\n",
-        "            if child + 1 < draft.num_tokens and choices.accept(ratio, position + len(path), attempt):\n",
+        "        if not choices.accept(target.prob_of(token_id)",
+        "        if node + 1 == draft.num_tokens or not choices.accept(target.prob_of(token_id)",
         ("tests/core/test_verify.py",),
     ),
     Mutant(
@@ -57,6 +57,13 @@ MUTANTS = (
         (f"{LAW}[rejection-model]",),
     ),
     Mutant(
+        "pick all tokens of a path with the noise of its first",
+        "sampling/acceptance.py",
+        "choices.pick(target_at(node, path), position + len(path))",
+        "choices.pick(target_at(node, path), position)",
+        (f"{LOSSLESS}::test_coupled_text_is_plain_text_token_by_token",),
+    ),
+    Mutant(
         "off by one row",
         "generation/decode.py",
         "return run.sampler.distribution(logits[node + 1], history)",
@@ -66,39 +73,9 @@ MUTANTS = (
     Mutant(
         "draw the residual with the noise that drew the draft",
         "sampling/acceptance.py",
-        "choices.pick(remainder, position + len(path), Stream.RESIDUAL)",
-        "choices.pick(remainder, position + len(path), Stream.DRAFT)",
+        "choices.pick(residual(target, proposed), position + node, Stream.RESIDUAL)",
+        "choices.pick(residual(target, proposed), position + node, Stream.DRAFT)",
         ("tests/core/test_fresh_draws.py",),
-    ),
-    Mutant(
-        "forget what the siblings before took from the target",
-        "sampling/acceptance.py",
-        "            remainder = residual(remainder, proposed)\n",
-        "            remainder = residual(target_at(node, path), proposed)\n",
-        ("tests/core/test_verify.py",),
-    ),
-    Mutant(
-        "judge all siblings by one draw",
-        "sampling/acceptance.py",
-        "choices.accept(ratio, position + len(path), attempt)",
-        "choices.accept(ratio, position + len(path))",
-        ("tests/core/test_verify.py",),
-    ),
-    Mutant(
-        "draw siblings without replacement, and say nothing of it",
-        "drafters/growth.py",
-        "left = Distribution(token_ids, probs / probs.sum())",
-        "left = self._drawn",
-        ("tests/drafters/test_tree_drafter.py",),
-    ),
-    Mutant(
-        "let an unlikely sampled sibling fall out of the tree",
-        "drafters/growth.py",
-        "        candidate = above.candidates.take(len(above.children))\n",
-        "        candidate = above.candidates.take(len(above.children))\n"
-        "        if candidate.evidence[1] < -1.0 and len(above.children) + 1 < above.candidates.count:\n"
-        "            candidate = above.candidates.take(len(above.children) + 1)\n",
-        (f"{LAW}[rejection-tree]", f"{LAW}[rejection-close tree]"),
     ),
     Mutant(
         "let the nodes of a head's tree see their siblings",
@@ -124,7 +101,7 @@ MUTANTS = (
     Mutant(
         "let a small model draft at its own temperature and not at the medium's",
         "drafters/hierarchical.py",
-        "self._small.looking_ahead(behind)",
+        "self._small.drafting(behind)",
         "self._small.drafting(behind)",
         ("tests/drafters/test_hierarchical.py",),
     ),

@@ -131,7 +131,6 @@ def test_flat_pass_costs_give_a_speedup(tmp_path):
     with table_model(tmp_path, pass_s=0.004) as model:
         setup = Setup(model, SAMPLING, GenerateOptions(max_tokens=48))
         due = tasks(model, 1, prompts)
-        _ = model.cost_curve  # measured, as the command does before it begins
         found = report_of(setup, due, {t.key: t for t in Runner(model, setup.options).run(due)})
     assert found["total"]["verdict"] == "gains"
     assert any(line.startswith("speculation is faster") for line in table_lines(found))

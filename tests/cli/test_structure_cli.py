@@ -39,8 +39,7 @@ def test_a_grammar_comes_from_a_file(tmp_path: Path, pair):
     assert result.exit_code == 0 and result.stdout in ("yes\n", "no\n")
 
 
-@pytest.mark.parametrize("output", [[], ["--json"]])
-@pytest.mark.parametrize("loud", [[], ["-q"]])
+@pytest.mark.parametrize(("loud", "output"), [([], []), (["-q"], ["--json"])])
 @pytest.mark.parametrize(
     "structure",
     [["--json-schema", json.dumps(SCHEMA)], ["--regex", "[0-9]{40}"], ["--grammar", "GRAMMAR"]],

@@ -15,7 +15,7 @@ from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING
 from edgespec.control.constants import FIRST_ROW, START_PASSES
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost, moved
-from edgespec.control.costs import WIDTHS, cost_key, quick_costs
+from edgespec.control.costs import cost_key
 from edgespec.control.prices import RunCosts
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.reports import RoundRecord
@@ -127,7 +127,7 @@ def test_noise_makes_wide_passes_neither_dearer_nor_alike() -> None:
         table = curve.table()
         errors.append([math.log(table[width] / table[1] / true.at(width)) for width in (4, 8, 12, 16)])
     assert np.abs(np.mean(errors, axis=0)).max() < 0.04
-    assert np.std(errors, axis=0).max() < 0.12
+    assert np.std(errors, axis=0).max() < 0.14
 
 
 def test_outliers_hardly_move_it() -> None:
@@ -184,13 +184,6 @@ def test_choosing_tokens_is_no_overhead_of_a_round() -> None:
         costs.observe_round(4, 4 * 0.001 + 0.003)
     assert costs.round_s == pytest.approx(0.003, rel=0.01)
     assert costs.observe_round(5, 0.004) == 0.0
-
-
-def test_every_width_that_fits_is_timed_and_the_engine_left_empty() -> None:
-    engine = TableEngine.random(10, context_length=64, max_batch=8)
-    costs = quick_costs(engine, WIDTHS)
-    assert set(costs) == {width for width in WIDTHS if width <= 8} and min(costs.values()) > 0
-    assert engine.length() == 0
 
 
 def test_other_weights_have_other_costs(tmp_path: Path) -> None:
@@ -263,16 +256,9 @@ def test_what_was_learnt_goes_on_in_the_next_run() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        *(
-            {"plain": 0},
-            {"plain": "x"},
-            {"plain": math.inf},
-            {"rows": [1]},
-            {"rows": [[-1, 2]] * 2},
-            {"rows": [[0.1, 1e9]] * 2},
-        ),
-        *({"widths": [[1, 1, 0]]}, {"widths": [[200, 1, 0]]}, {"widths": [[2, -1, 0]]}, {"widths": [[2, 1, 99]]}),
-        *({"widths": 3}, {"widths": [[2, 1]]}),
+        *({"plain": 0}, {"plain": "x"}, {"plain": math.inf}, {"seen": -1}, {"seen": 1.5}),
+        *({"rows": [1]}, {"rows": 3}, {"rows": [-0.1] * (WIDEST + 1)}, {"rows": [1e9] * (WIDEST + 1)}),
+        *({"passes": []}, {"passes": [-1.0] * (WIDEST + 1)}, {"passes": ["x"] * (WIDEST + 1)}),
     ],
 )
 def test_a_damaged_entry_is_a_missing_one(damage: dict[str, object]) -> None:
@@ -307,7 +293,7 @@ def test_a_late_first_pass_is_believed_in_part_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "null", "[]", "{}", "NaN", '{"plain": -1, "rows": [[0.1, 1], [0.1, 1]], "widths": []}']
+    "text", ["", "{", "null", "[]", "{}", "NaN", '{"plain": -1, "rows": [0.1], "passes": [1], "seen": 1}']
 )
 def test_loading_runs_no_pass_for_costs_and_an_answer_leaves_what_it_learnt(
     target_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
@@ -319,7 +305,7 @@ def test_loading_runs_no_pass_for_costs_and_an_answer_leaves_what_it_learnt(
             assert model._pool.costs.curve.is_scaled is not is_first
             model.generate("one two one two one two", options=options)
             assert model._pool.costs.curve.is_scaled
-            assert model.cost_curve.at(8) >= model.cost_curve.at(1) > 0  # measured now
+            assert model.cost_curve.at(8) >= model.cost_curve.at(1) > 0
     for file in (tmp_path / "cache" / "learnt costs").iterdir():
         file.write_text(text)
     with edgespec.load(str(target_path), reproducible=False, threads=1) as model:

@@ -44,7 +44,7 @@ def same(found: Result, expected: Result) -> bool:
     )
 
 
-@pytest.mark.parametrize("drafter", ["none", "auto", "model", "ngram", "suffix", "cache", "lookahead", "tree"])
+@pytest.mark.parametrize("drafter", ["none", "auto", "model", "ngram", "suffix", "lookahead", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_text_is_the_one_that_it_has_alone(model: Model, drafter: Any, temperature: float) -> None:
     sampling = Sampling(temperature=temperature, seed=5)

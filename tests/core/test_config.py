@@ -60,10 +60,6 @@ def test_a_budget_is_a_number_of_bytes_or_a_size(config):
     assert resolve({}, {}, config("memory = '6GiB'")).part("load") == {"memory": "6GiB"}
 
 
-def test_the_environment_names_a_config_file(config):
-    assert resolve({}, {"EDGESPEC_CONFIG": str(config("threads = 3"))}).part("load") == {"threads": 3}
-
-
 def test_paths_in_a_file_are_meant_from_its_folder_and_names_of_models_stay(config, tmp_path):
     for name in ("t.gguf", "g.lark"):
         (tmp_path / name).write_text("start: 'a'")

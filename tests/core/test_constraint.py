@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jsonschema import Draft202012Validator
 
 from demo import DEMO
 from edgespec import GenerateOptions, Sampling
@@ -28,7 +27,7 @@ from edgespec.reports import TokenEvent
 from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.constraint import library
-from edgespec.sampling.constraint.grammar import Grammar, compiled, laid_out, mismatch
+from edgespec.sampling.constraint.grammar import Grammar, compiled
 from edgespec.sampling.constraint.library import Library
 from edgespec.sampling.constraint.state import Constraint, Constraints, Mask
 from edgespec.sampling.stopping import StopRules
@@ -59,7 +58,6 @@ def made(schema: dict[str, Any]) -> Constraint:
 
 DRAFTERS = {
     "model": lambda target: ModelDrafter(target.related(sigma=1.0)),
-    "warm model": lambda target: ModelDrafter(target.related(sigma=1.0), temperature=1.5),
     "tree": lambda target: TreeDrafter(ModelDrafter(target.related(sigma=1.0))),
     "ngram": lambda target: NgramDrafter(min_ngram=1),
     "lookahead": lambda target: LookaheadDrafter(ngram=3),
@@ -135,13 +133,10 @@ def test_a_chain_is_cut_at_the_first_forbidden_token(drafted: str, kept: int) ->
     assert found.permitted(Draft.chain(ids), PROMPT).token_ids.tolist() == ids[:kept]
 
 
-def test_a_tree_keeps_the_nodes_with_allowed_paths() -> None:
-    found = constraint(Grammar("regex", "a[bc]d|bd"), table())
-    #          0:a  1:d(bad)  2:b  3:d  4:c  5:a(bad)  6:below 5  7:END  8:behind the end
-    ids, parents = [0, 3, 1, 3, 2, 0, 3, END, 0], [-1, 0, -1, 2, 0, 4, 5, 3, 7]
-    draft = Draft(np.array(ids, np.int32), np.array(parents, np.int32), np.ones(9, np.float32))
-    kept = found.permitted(draft, PROMPT)
-    assert kept.token_ids.tolist() == [0, 1, 3, 2, END] and kept.parents.tolist() == [-1, -1, 1, 0, 2]
+def test_a_tree_is_left_to_the_rules() -> None:
+    target = table()
+    draft = Draft(np.array([2, 5, 2], np.int32), np.array([-1, -1, 0], np.int32), np.ones(3, np.float32))
+    assert constraint(FORCING, target).permitted(draft, PROMPT) is draft
 
 
 def test_a_row_without_an_allowed_token_is_one_clear_error() -> None:
@@ -171,8 +166,7 @@ def test_coupled_text_under_a_grammar_is_plain_text(settings: Sampling, name: st
         assert run.stats.accepted_tokens > len(plain) / 4 and run.stats.rounds < len(plain) * 0.8
 
 
-@pytest.mark.parametrize(("rule", "name"), [*itertools.product(("rejection", "block"), ("model", "ngram")),
-                                            ("rejection", "tree"), ("rejection", "warm model")])  # fmt: skip
+@pytest.mark.parametrize(("rule", "name"), [*itertools.product(("rejection", "block"), ("model", "ngram"))])
 def test_the_law_under_a_mask_is_the_masked_targets(rule: str, name: str) -> None:
     """Counts of (place, two tokens before, token) against the table's own rows, masked and normalised."""
     target = table()
@@ -230,29 +224,27 @@ def test_only_one_structure_and_nothing_that_contradicts_it() -> None:
 @pytest.mark.parametrize(
     ("kind", "source", "words"),
     [
-        ("json_schema", '{"properties": {"a": {"items": {"type": "strin"}}}}', "at properties.a.items: Invalid type"),
-        ("json_schema", '{"$defs": {"x": {"not": {}}}, "$ref": "#/$defs/x"}', r"at \$defs.x: Unimplemented keys"),
-        ("json_schema", '{"anyOf": [{"type": "null"}, {"type": "string", "pattern": "(a"}]}', "at anyOf.1: regex"),
+        ("json_schema", '{"properties": {"a": {"items": {"type": "strin"}}}}', "Invalid type: strin"),
+        ("json_schema", '{"$defs": {"x": {"not": {}}}, "$ref": "#/$defs/x"}', "Unimplemented keys"),
+        ("json_schema", '{"anyOf": [{"type": "null"}, {"type": "string", "pattern": "(a"}]}', "regex parse error"),
         (
             "json_schema",
             '{"items": {"type": "object", "minProperties": 2}}',
             "at items: minProperties 2 cannot be kept",
         ),
         ("json_schema", '{"$ref": "#/nowhere"}', "Pointer '/nowhere' does not exist"),
+        (
+            "json_schema",
+            '{"properties": {"a": {"type": "array", "uniqueItems": true}}}',
+            "uniqueItems",
+        ),
         ("grammar", "start: x", "unknown name"),
         ("grammar", 'root ::= "yes" | (', "Expected"),
         ("grammar", "root ::= missing", "Rule 'missing' not found"),
         ("regex", "[a-", "unclosed character class"),
-        (
-            "json_schema",
-            '{"type": "number", "multipleOf": 1000.003}',
-            "multipleOf 1000.003 is too large, at most 100000",
-        ),
-        ("json_schema", '{"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}', "product of all multipleOf"),
-        ("grammar", 'start: "a" %json {"type": "integer", "multipleOf": 1048576}', "multipleOf 1048576"),
     ],
 )
-def test_a_mistake_is_one_error_that_names_its_place(kind: Any, source: str, words: str) -> None:
+def test_a_mistake_is_one_error(kind: Any, source: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as raised:
         Constraints().of(Grammar(kind, source), table().vocabulary, 0)
     assert str(raised.value).startswith(f"{kind} cannot be used: ")
@@ -434,89 +426,41 @@ def test_large_numbers_are_kept_exactly(schema: dict[str, Any], is_allowed: Any,
 
 
 ID, OTHER = 1145141919810364365, 10**30 + 1  # neither is a double
-OBJECT: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 3},
-        "user": {"anyOf": [{"$ref": "#/$defs/user"}, {"type": "null"}]},
-        "more": {"type": "array", "items": {"enum": [ID, 5, "x", None]}, "minItems": 1, "maxItems": 2},
-    },
-    "required": ["user"],
-    "additionalProperties": False,
-    "$defs": {
-        "user": {
-            "type": "object",
-            "properties": {"id": {"const": OTHER}, "of": {"$ref": "#/$defs/user"}},
-            "required": ["id"],
-        }
-    },
-}
-
-
-@pytest.mark.parametrize(
-    ("schema", "values"),
-    [
-        ({"const": 2**53 + 1}, [2**53 + 1, 2**53, 2**53 + 2, 1]),
-        ({"enum": [ID, -OTHER, 7], "type": "integer", "title": "an id"}, [ID, -OTHER, 7, ID + 1, OTHER]),
-        ({"const": {"b": [2**60 + 1, "x"]}}, [{"b": [2**60 + 1, "x"]}, {"b": [2**60, "x"]}]),
-        ({"enum": [1e300, -(2**63)]}, [1e300, -(2**63), 1.0, -(2**63) + 1]),
-        ({"type": ["integer", "null"], "enum": [2**64 - 1, None, "x"]}, [2**64 - 1, 2**64, None, "x"]),
-        (
-            OBJECT,
-            [
-                {"user": None},
-                {"name": "abc", "user": {"id": OTHER}, "more": [ID, "x"]},
-                {"user": {"id": OTHER, "of": {"id": OTHER}}, "more": [5]},
-                {"user": {"id": OTHER - 1}},
-                {"name": "abcd", "user": None},
-                {"user": None, "more": [ID, ID, ID]},
-                {"user": None, "other": 1},
-                {},
-            ],
-        ),
-    ],
-)
-def test_values_beyond_doubles_are_written_as_they_are(schema: dict[str, Any], values: list[Any]) -> None:
-    """What may be written is what a checker of JSON schemas that counts exactly allows."""
-    checker = Draft202012Validator(schema)
-    in_lark = Grammar("grammar", f"start: %json {json.dumps(laid_out(schema))}")
-    for value in values:
-        text, is_valid = json.dumps(value), checker.is_valid(value)
-        assert followed(Grammar("json_schema", json.dumps(schema)), text) == is_valid, text
-        assert followed(in_lark, text) == is_valid, text
-    loose = schema | {"x-guidance": {"whitespace_flexible": True}}
-    valid = next(value for value in values if checker.is_valid(value))
-    assert followed(Grammar("json_schema", json.dumps(loose)), json.dumps(valid))
-
-
-def test_an_object_with_a_large_number_gets_no_other_properties_and_a_note_says_so() -> None:
-    schema = {"properties": {"id": {"const": ID}}, "x-guidance": {"item_separator": ", ?"}}
-    grammar = Grammar("json_schema", json.dumps(schema))
-    found = Constraints().of(grammar, table().vocabulary, 0)
-    assert found.facts.notes == ("objects with numbers beyond 2**53 get no properties but those that the schema names",)
-    assert followed(grammar, json.dumps({"id": ID})) and followed(grammar, "{}")
-    assert not followed(grammar, json.dumps({"id": ID, "a": 1}))
 
 
 @pytest.mark.parametrize(
     "schema",
     [
-        {"allOf": [{"const": ID}, {"type": "integer"}]},
-        {"const": ID, "minimum": 1},
-        {"properties": {"a": {"const": ID}}, "minProperties": 1},
+        {"const": 2**53 + 1},
+        {"enum": [7, ID]},
+        {"properties": {"a": {"items": {"const": {"b": [OTHER]}}}}},
+        {"$ref": "#/$defs/x", "$defs": {"x": {"enum": [1e300]}}},
+        {"const": -(2**63)},
         {"type": "integer", "minimum": 2**64 - 1, "maximum": 2**64 - 1},
         {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)},
-        {"type": "integer", "multipleOf": 2**53 + 1},
+        {"type": "integer", "minimum": -1e30, "maximum": -1e29},
         {"$ref": "#/x/y", "x": {"y": {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}}},
     ],
 )
 def test_a_number_that_cannot_be_kept_is_refused(schema: dict[str, Any]) -> None:
-    words = r"json_schema cannot be used: .*(cannot be kept exactly|is too large)"
+    words = "json_schema cannot be used: .*cannot be kept exactly"
     with pytest.raises(ConfigError, match=words):
         made(schema)
     lark = f"start: %json {json.dumps(schema)}"
     with pytest.raises(ConfigError, match=words.replace("json_schema", "grammar")):
         Constraints().of(Grammar("grammar", lark), table().vocabulary, 0)
+
+
+@pytest.mark.parametrize("schema", [{"multipleOf": 2**30}, {"allOf": [{"multipleOf": 99_991}, {"multipleOf": 99_989}]}])
+def test_divisors_that_take_too_long_end_in_the_child(schema: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="json_schema cannot be used: "):
+        made({"type": "integer"} | schema)
+
+
+def test_a_property_may_be_called_like_a_keyword() -> None:
+    names = ("enum", "const", "default", "minimum", "format", "multipleOf")
+    schema = {"type": "object", "properties": {name: {"type": "integer", "minimum": -(2**63)} for name in names}}
+    assert followed(Grammar("json_schema", json.dumps(schema)), '{"enum": 5, "const": -5}')
 
 
 @pytest.mark.parametrize("form", ["uri-reference", "regex", "idn-email", "password", "binary", "path", "url", "int32"])
@@ -528,21 +472,11 @@ def test_a_format_that_is_not_known_is_a_note(form: str) -> None:
     assert not Constraints().of(Grammar("json_schema", json.dumps(number)), table().vocabulary, 0).facts.notes
 
 
-def test_one_of_that_cannot_be_told_apart_is_checked_at_the_end() -> None:
+def test_one_of_that_cannot_be_told_apart_is_a_note() -> None:
     schema = {"oneOf": [{"type": "integer", "multipleOf": 2}, {"type": "integer", "multipleOf": 3}]}
-    facts = made(schema).facts
-    assert facts.notes and "oneOf is taken as anyOf" in facts.notes[0]
-    assert mismatch(facts.schema, "4") == "" == mismatch(facts.schema, "9")
-    assert "does not match the whole schema: 6 is valid under each of" in mismatch(facts.schema, "6")
+    assert "oneOf is taken as anyOf" in made(schema).facts.notes[0]
     apart = {"oneOf": [{"type": "integer"}, {"type": "string"}]}
-    facts = Constraints().of(Grammar("json_schema", json.dumps(apart)), table().vocabulary, 0).facts
-    assert not facts.notes and not facts.schema
-
-
-def test_checking_an_answer_takes_no_longer_than_it_may() -> None:
-    slow = {"oneOf": [{"type": "string", "pattern": "^(a+)+$"}, {"type": "string", "minLength": 90}]}
-    assert "was not checked against the whole schema" in mismatch(json.dumps(slow), json.dumps("a" * 40 + "b"))
-    assert "was not checked" in mismatch('{"$ref": "http://127.0.0.1:9/x"}', "1")
+    assert not Constraints().of(Grammar("json_schema", json.dumps(apart)), table().vocabulary, 0).facts.notes
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

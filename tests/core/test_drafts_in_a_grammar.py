@@ -11,7 +11,6 @@ from edgespec.config.options import Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.heads import DFlashDrafter, Eagle3Drafter
-from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.head import Confidences, States
@@ -23,7 +22,7 @@ from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.constraint.grammar import Grammar
 from edgespec.sampling.constraint.state import Constraints
 from edgespec.sampling.stopping import StopRules
-from edgespec.types import Draft, Logits, TokenIds, Verdict
+from edgespec.types import Logits, TokenIds
 from table_engine import TableEngine
 from tiny_heads import LAYERS, OpenBlock, OpenHead
 
@@ -93,37 +92,3 @@ def test_heads_that_know_no_allowed_token_draft_nothing_there_and_go_on_later(na
     drafted, run = written(target, regex, HEADS[name](), sampling, 3)
     assert drafted == plain and not run.stats.notes
     assert run.stats.drafted_tokens > 12
-
-
-class Watched(LookaheadDrafter):
-    """Notes the columns that it learns from, and whether they are those that it drafted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own: Draft | None = None
-        self.wrong = self.right = 0
-
-    def draft(self, request):  # type: ignore[no-untyped-def]
-        self.own = super().draft(request)
-        return self.own
-
-    def observe(self, draft: Draft, verdict: Verdict) -> None:
-        added = self._pool.add
-        assert self.own is not None
-        own = {tuple(self.own.token_ids[nodes].tolist()) for _, nodes in self._columns}
-
-        def add(token_id: int, tail: tuple[int, ...]) -> None:
-            is_own = (token_id, *tail[:-1]) in own
-            self.right, self.wrong = self.right + is_own, self.wrong + (not is_own)
-            added(token_id, tail)
-
-        self._pool.add = add  # type: ignore[method-assign]
-        super().observe(draft, verdict)
-        self._pool.add = added  # type: ignore[method-assign]
-
-
-def test_lookahead_learns_only_what_it_drafted_where_a_grammar_takes_nodes_out() -> None:
-    target = TableEngine.random(12, order=2, end_id=11, seed=5)
-    watched = Watched()
-    written(target, "[a-e]{60}", watched, Sampling(temperature=0.8, seed=1), 20)
-    assert watched.right > 10 and not watched.wrong

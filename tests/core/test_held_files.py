@@ -7,11 +7,10 @@ import shutil
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import edgespec
-from edgespec import GenerateOptions, Sampling
+from edgespec import GenerateOptions
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.model_files import HeldFiles
 from edgespec.engines.onnx import OnnxEngine
@@ -54,26 +53,6 @@ def test_onnx_weights_that_are_written_over_are_noticed(onnx_path: Path, tmp_pat
         os.utime(weights, ns=(1, 1))
         with pytest.raises(EngineError, match="was changed"):
             engine.forward(Batch.chain([4]))
-
-
-@pytest.mark.usefixtures("without_kernels")
-def test_an_answer_goes_on_without_a_draft_whose_file_was_changed(
-    target_path: Path, draft_path: Path, tmp_path: Path
-) -> None:
-    draft = Path(shutil.copy(draft_path, tmp_path / "draft.gguf"))
-    options = GenerateOptions(max_tokens=24, ignore_eos=True)
-    with edgespec.load(
-        str(target_path), draft=draft, drafter="model", draft_length=3, threads=1, reproducible=True
-    ) as model:
-        plain = model.generate("Hello", Sampling(temperature=0.0), GenerateOptions(24, ignore_eos=True, drafter="none"))
-        events = model.stream("Hello", Sampling(temperature=0.0), options)
-        for _ in range(8):
-            next(events)
-        os.truncate(draft, 4096)
-        found = events.result()
-    assert found.token_ids == plain.token_ids
-    assert np.array_equal(found.logprobs, plain.logprobs)
-    assert any("draft.gguf was changed" in note for note in found.stats.notes)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows does not remove a file that is in use")

@@ -44,8 +44,8 @@ def test_greedy_rejection_is_plain_greedy(name: str) -> None:
 LAWS = [
     ("coupled", "model"),  # with other drafters the tokens are the same, which is tested above
     *itertools.product(("rejection", "block"), ("model", "ngram", "hierarchical", "medusa", "eagle")),
-    *(("rejection", name) for name in ("warm model", "tree", "close tree", "warm tree", "eagle3", "dflash", "corpus")),
-    *(("rejection", "lookahead"), ("block", "kept answers"), ("block", "warm model")),
+    *(("rejection", name) for name in ("eagle3", "dflash", "corpus")),
+    *(("rejection", "lookahead"), ("block", "kept answers")),
 ]
 
 
@@ -65,10 +65,7 @@ USUAL = [*itertools.product(("model", "ngram", "lookahead"), (1, 4, 12)), ("tree
 TWO_STAGES = [("hierarchical", 1), ("hierarchical", 5), ("hierarchical", "auto"), ("model", 4), ("tree", 8)]
 LOADED: dict[str, tuple[dict[str, Any], list[tuple[Any, Any]]]] = {
     "usual": ({}, [*USUAL, ("auto", "auto")]),
-    **{
-        f"draft temperature {factor}": ({"drafter": "hierarchical", "draft_temperature": factor}, TWO_STAGES)
-        for factor in (0.7, 1.0, 1.3)
-    },
+    "hierarchical": ({"drafter": "hierarchical"}, TWO_STAGES),
     **{kind: (options, [(kind, 1), (kind, 4), (kind, "auto"), ("auto", "auto")]) for kind, options in HEADS.items()},
 }
 

@@ -155,21 +155,20 @@ def test_a_model_that_was_added_is_not_replaced_and_keeps_its_file(get, tmp_path
     assert own.is_file() and resolve("mine").target == own
 
 
-def test_another_quantisation_under_the_same_name_is_not_taken_for_it(get):
-    get(f"{ID}:Q8_0", name="q", wants_draft=False)
-    with pytest.raises(ConfigError, match="the name q is taken by a model from"):
-        get(f"{ID}:Q6_K", name="q")
-
-
-def test_another_tag_under_the_same_name_is_not_taken_for_it(get, hub):
+def test_another_tag_or_quantisation_under_the_same_name_is_not_taken_for_it(get, hub):
     pair = get(name="tagged", wants_draft=False, revision=TAG)
     asked = len(hub.asked)
     assert get(name="tagged", revision=TAG).target == get(name="tagged").target == pair.target
     assert len(hub.asked) == asked
     get(name="usual", wants_draft=False)
-    for name, revision in (("tagged", "v1"), ("tagged", "main"), ("usual", TAG)):
+    for name, text, revision in (
+        ("tagged", ID, "v1"),
+        ("tagged", ID, "main"),
+        ("usual", ID, TAG),
+        ("usual", f"{ID}:Q8_0", ""),
+    ):
         with pytest.raises(ConfigError, match=f"the name {name} is taken by a model from"):
-            get(name=name, revision=revision)
+            get(text, name=name, revision=revision)
 
 
 def test_a_split_model_comes_whole_and_loads(get, hub, repo, home):

@@ -12,8 +12,7 @@ import pytest
 
 from edgespec.chat.messages import checked_messages
 from edgespec.chat.template import encode_rendered, render_chat
-from edgespec.config.options import MAX_TEMPERATURE, GenerateOptions, LoadOptions, Sampling, SessionOptions
-from edgespec.drafters.model import DraftTemperature
+from edgespec.config.options import GenerateOptions, LoadOptions, Sampling, SessionOptions
 from edgespec.errors import ConfigError, EngineError, ModelFileError, PromptError, SamplingError
 from edgespec.generation.request import checked_ids
 from edgespec.sampling import Sampler
@@ -90,14 +89,6 @@ def test_rows_that_hold_no_numbers(settings: Sampling, value: float, message: st
             use(row, NOTHING)
 
 
-@pytest.mark.parametrize("factor", [20.0, 1.5, 1.0])
-def test_a_draft_is_never_hotter_than_the_hottest_target(factor: float) -> None:
-    temperature = DraftTemperature(factor)
-    for target in (0.0, 5.0, 60.0, 99.99, MAX_TEMPERATURE):
-        made = temperature.sampler(Sampler(Sampling(temperature=target), 4))
-        assert made.sampling.temperature == min(target * factor, MAX_TEMPERATURE)
-
-
 @pytest.mark.parametrize(
     "ids", [[[1, 2], [3, 4]], [1.0, 2.0], [True], [1, None], ["1"], [2**70], [-1], [10], None, 5, 1.5, b"ab", {1: 2},
             np.zeros((2, 2), np.int64), np.array([1.5]), np.array([True]), np.array(3), [[1], [2, 3]], [10**5000]]
@@ -115,7 +106,7 @@ def test_a_prompt_of_token_ids(ids: Any) -> None:
 
 
 COUNTS = ("threads", "context_length", "draft_context_length", "gpu_layers", "draft_gpu_layers", "exit_layer")
-FACTORS = ("draft_length", "draft_temperature", "max_slowdown")
+FACTORS = ("draft_length", "max_slowdown")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +124,7 @@ def test_an_option_that_is_no_number(kind: Any, name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, name", [*((LoadOptions, name) for name in ("reproducible", "corpus", "recall", "learn")),
+    "kind, name", [*((LoadOptions, name) for name in ("reproducible", "corpus", "learn")),
                    *((GenerateOptions, name) for name in ("ignore_eos", "logprobs")),
                    *((SessionOptions, name) for name in ("chat_template", "stats"))]
 )  # fmt: skip

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
@@ -13,7 +14,6 @@ import edgespec
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.cli.main import cli
 from edgespec.errors import StateError
-from edgespec.generation.saved_state import MAGIC
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "Can you find me a restaurant in San Jose? " * 4
@@ -64,17 +64,20 @@ def test_damaged_and_foreign_files_are_refused(
     fresh: Model, saved: tuple[Path, int, list[int], Answered], tmp_path: Path
 ) -> None:
     content, expected = saved[0].read_bytes(), saved[3]
-    middle, end = len(MAGIC) + 2, len(content)
+    end = len(content)
     bad = {
         "empty": b"",
         "other": b"GGUF" * 99,
-        "magic": MAGIC,
-        "header": content[:middle] + b"\xff\xff" + content[middle + 2 :],
         "cut": content[: end // 2],
-        "tokens": content.replace(b'"tokens": ', b'"tokens":-', 1),
-        "flipped": content[:-9] + bytes([content[-9] ^ 1]) + content[-8:],
-        "ids": content[:200] + bytes([content[200] ^ 1]) + content[201:],
+        "end": content[:-200],
+        **{
+            f"flipped at {place}": content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+            for place in (0, 170, 600, end // 2)
+        },
     }
+    for array in ("array", "arrays"):
+        (np.save if array == "array" else np.savez)(tmp_path / array, np.zeros(3))
+        bad[array] = next(tmp_path.glob(f"{array}.np?")).read_bytes()
     for name, damaged in bad.items():
         path = tmp_path / name
         path.write_bytes(damaged)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.errors import Cancelled, CapabilityError, ModelNotFound, VocabularyMismatch
 from edgespec.sampling import Sampler
 from edgespec.types import Batch, Draft, Logits, Verdict
-from lossless import DEMO, PROMPTS, VOCABULARY
+from lossless import DEMO, VOCABULARY
 from table_engine import TableEngine
 
 SAMPLED = Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, seed=9)
@@ -33,14 +32,12 @@ class Watched(TableEngine):
         return super().forward(batch)
 
 
-def pair_of(
-    target: TableEngine, inner: int = 3, context_length: int = 400, temperature: float = 1.0
-) -> HierarchicalDrafter:
+def pair_of(target: TableEngine, inner: int = 3, context_length: int = 400) -> HierarchicalDrafter:
     """A small and a medium model related to `target`; the small one drafts `inner` tokens for each of its passes."""
     engines = [target.related(sigma, seed) for sigma, seed in ((1.5, 1), (0.7, 2))]
     for engine in engines:
         engine.facts = replace(engine.facts, context_length=context_length)
-    return HierarchicalDrafter(ModelDrafter(engines[0]), engines[1], temperature, inner)
+    return HierarchicalDrafter(ModelDrafter(engines[0]), engines[1], inner)
 
 
 @pytest.fixture
@@ -57,19 +54,19 @@ def assert_same(found: Draft, wanted: Draft) -> None:
         assert ours.probs.tolist() == theirs.probs.tolist()
 
 
-@pytest.mark.parametrize("compares, factor", [(False, 1.0), (True, 1.0), (False, 0.6), (True, 1.5)])
-@pytest.mark.parametrize("inner", [0, 1, 2, 5, 8])
+@pytest.mark.parametrize("compares", [False, True])
+@pytest.mark.parametrize("inner", [0, 1, 5])
 @pytest.mark.parametrize("settings", [
     Sampling(temperature=0.0),
     SAMPLED,
     Sampling(temperature=1.2, repeat_penalty=1.3, frequency_penalty=0.2, penalty_window=8, seed=4),
 ])  # fmt: skip
 def test_it_drafts_what_the_medium_alone_would(
-    target: TableEngine, settings: Sampling, inner: int, compares: bool, factor: float
+    target: TableEngine, settings: Sampling, inner: int, compares: bool
 ) -> None:
     """Tokens, evidence and distributions, so whatever holds of a draft model's drafts holds of these."""
-    drafter = pair_of(target, inner, temperature=factor)
-    alone = ModelDrafter(target.related(0.7, 2), temperature=factor)
+    drafter = pair_of(target, inner)
+    alone = ModelDrafter(target.related(0.7, 2))
     rng = np.random.default_rng(0)
     text = rng.integers(0, VOCABULARY, 20).astype(np.int32)
     sampler = Sampler(settings, VOCABULARY)
@@ -85,18 +82,14 @@ def test_it_drafts_what_the_medium_alone_would(
         )
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.3, 3.0])
-def test_the_medium_is_asked_once_for_several_tokens(target: TableEngine, factor: float) -> None:
-    """With a small model that is the medium itself every token agrees, so each pass brings all it scored.
-
-    At any temperature of the medium's, whatever the small model's own would be.
-    """
+def test_the_medium_is_asked_once_for_several_tokens(target: TableEngine) -> None:
+    """With a small model that is the medium itself every token agrees, so each pass brings all it scored."""
     medium = target.related(0.7, 2)
     medium.__class__ = Watched
     assert isinstance(medium, Watched)
     medium.widths = []
-    small = ModelDrafter(target.related(0.7, 2), temperature=factor)
-    drafter = HierarchicalDrafter(small, medium, factor, ahead=5)
+    small = ModelDrafter(target.related(0.7, 2))
+    drafter = HierarchicalDrafter(small, medium, ahead=5)
     text = np.array([0, 1, 2], np.int32)
     sampler = Sampler(SAMPLED, VOCABULARY)
     draft = drafter.draft(DraftRequest(text, 12, sampler))
@@ -145,49 +138,14 @@ def test_a_cancelled_draft_leaves_both_caches_whole(target: TableEngine, whose: 
     assert_same(drafter.draft(longer), untouched.draft(longer))
 
 
-def test_its_bytes_are_the_mediums(target: TableEngine) -> None:
-    drafter = pair_of(target)
-    assert drafter.bytes_used == ModelDrafter(target.related(0.7, 2)).bytes_used
-    engine = drafter.reset_engine()
-    assert engine.length() == drafter._small._engine.length() == 0
-
-
 # -- on the demo family
-
-
-@pytest.fixture(scope="module", params=["llamacpp", "onnx"])
-def demo(request: pytest.FixtureRequest) -> Iterator[edgespec.Model]:
-    with edgespec.load("demo", engine=request.param, drafter="hierarchical", reproducible=True) as model:
-        yield model
-
-
-def test_the_medium_agrees_more_often_than_the_draft(demo: edgespec.Model) -> None:
-    accepted = {}
-    for drafter in ("model", "hierarchical"):
-        options = GenerateOptions(max_tokens=120, drafter=drafter, draft_length=4, ignore_eos=True)
-        found = [demo.generate(demo.encode(prompt), Sampling(temperature=0.0), options).stats for prompt in PROMPTS]
-        accepted[drafter] = sum(s.accepted_tokens for s in found) / sum(s.drafted_tokens for s in found)
-    assert accepted["hierarchical"] > accepted["model"] + 0.02
-
-
-def test_the_mediums_memory_is_told(demo: edgespec.Model) -> None:
-    parts = {name: drafter.bytes_used for name, drafter in demo._pool.drafters.items()}
-    assert parts["hierarchical"] > parts["model"] > 0
-    assert demo.drafter_bytes == sum(parts.values())
-    assert set(demo.draft_costs) == {"model", "hierarchical"}
-
-
-def test_nobody_pays_for_a_medium_unasked() -> None:
-    with edgespec.load("demo") as model:
-        assert set(model._pool.drafters) & {"model", "hierarchical"} == {"model"}
-        with pytest.raises(CapabilityError, match="load it with drafter='hierarchical'"):
-            model.generate("abc", options=GenerateOptions(drafter="hierarchical"))
 
 
 def test_auto_takes_a_medium_that_was_named() -> None:
     medium = DEMO.parent / "demo-medium-q8_0.gguf"
     with edgespec.load("demo", medium=medium) as model:
-        assert {"model", "hierarchical"} <= set(model._pool.drafters)
+        parts = {name: drafter.bytes_used for name, drafter in model._pool.drafters.items()}
+        assert parts["hierarchical"] > parts["model"] > 0 and model.drafter_bytes == sum(parts.values())
         plain = model.generate("def f(", Sampling(seed=1), GenerateOptions(max_tokens=64, drafter="none"))
         assert model.generate("def f(", Sampling(seed=1), GenerateOptions(max_tokens=64)).token_ids == plain.token_ids
 

@@ -14,14 +14,12 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.mapped import LACKS, MappedSequence, VocabularyMap, map_vocabulary
 from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.tree import TreeDrafter
-from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import Cancelled, PromptError, VocabularyMismatch
 from edgespec.loading.drafts import LEAST_OVERLAP
 from edgespec.sampling import Sampler
 from edgespec.vocabulary import Vocabulary
 from laws import ALPHA_1E6
-from lossless import PLAIN, run_once, score_of_pairs
+from lossless import score_of_pairs
 from reordered import write_reordered_gguf, write_reordered_onnx
 from table_engine import TableEngine
 from tiny_gguf import write_sentencepiece_model
@@ -149,18 +147,6 @@ def test_a_mapped_cache_is_what_its_tokens_make_it() -> None:
         assert cache.token_ids.tolist() == wanted.tolist()
 
 
-@pytest.mark.parametrize(
-    "method", ["score", "scoring", "keep", "score_again", "adopt", "adopt_prefix", "keep_features", "keep_layer_inputs"]
-)
-def test_what_only_a_target_does_is_refused(method: str) -> None:
-    """Places of the target's tokens would be taken for those of the draft's."""
-    _, cache = table_pair()
-    cache.feed(np.array([1, 2], np.int32))
-    with pytest.raises(AssertionError, match="drafts only"):
-        getattr(cache, method)(1)
-    assert cache.length == 2
-
-
 def test_spelled_tokens_are_taken_back_whole_and_the_window_slides() -> None:
     draft = TableEngine.random(4, seed=2, context_length=32)
     target = Words([b"a", b"b", b"abc", b"abcd", b"dd"])
@@ -212,18 +198,6 @@ def test_joint_law_with_another_vocabulary_is_the_targets(rule: str) -> None:
     assert score < ALPHA_1E6
 
 
-def test_trees_with_another_vocabulary_leave_the_text_alone() -> None:
-    target = TableEngine.random(10, seed=3, spread=2.0, context_length=400)
-    draft = TableEngine(target._table[:, :8], order=2, context_length=400)  # lacks i and j, for which it reads a
-    cached = CachedSequence(target)
-    for settings in (PLAIN, Sampling(temperature=0.0), Sampling(temperature=0.8, top_k=4, seed=2)):
-        plain = [event.token_id for event in run_once(cached, None, "coupled", 0, settings, 200)]
-        tree = TreeDrafter(ModelDrafter(draft, MappedSequence(draft, map_vocabulary(target.vocabulary, draft))))
-        found = run_once(cached, tree, "coupled", 8, settings, 200)
-        assert [event.token_id for event in found] == plain
-        assert sum(event.from_draft for event in found) > 20
-
-
 @pytest.fixture(scope="module")
 def reordered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_reordered_gguf(DRAFT, tmp_path_factory.mktemp("reordered") / "reordered.gguf", ORDER)
@@ -266,19 +240,6 @@ def test_the_same_draft_in_another_order_drafts_the_same(
         assert mapped.generate(ids, sampling, tree).token_ids == plain.token_ids
         auto = dataclasses.replace(options, drafter="auto", draft_length="auto")
         assert mapped.generate(ids, sampling, auto).token_ids == plain.token_ids
-
-
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_rules_that_compare_distributions_see_the_same_ones(reordered: Path, rule: str) -> None:
-    ids = None
-    found = []
-    for draft in (DRAFT, reordered):
-        with edgespec.load("demo", draft=draft, drafter="model", verify=rule) as model:
-            ids = ids or model.encode_chat([{"role": "user", "content": PROMPTS[0]}])
-            options = GenerateOptions(max_tokens=64, draft_length=4, ignore_eos=True)
-            result = model.generate(ids, Sampling(temperature=0.8, seed=2), options)
-            found.append((result.token_ids, result.stats.accepted_tokens))
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("order", [list(range(3396)), list(range(3396))[::-1]], ids=["shorter", "reversed"])

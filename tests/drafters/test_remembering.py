@@ -46,7 +46,7 @@ def remembering(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
             )
         done = CliRunner().invoke(cli, ["corpus", "add", str(folder / "answer.txt")])
         assert done.exit_code == 0, done.output
-        with edgespec.load("demo", engine=request.param, reproducible=True, learn=True, recall=True) as model:
+        with edgespec.load("demo", engine=request.param, reproducible=True, learn=True) as model:
             yield model
 
 
@@ -79,7 +79,7 @@ def rate_of(model: edgespec.Model) -> float:
     return _answer(model, QUESTION, Sampling(temperature=0.0), "suffix", 8).stats.mean_accepted_length
 
 
-def test_learning_and_recall_are_off_by_default(home: Path) -> None:
+def test_learning_is_off_by_default(home: Path) -> None:
     with load_demo() as model:
         first = rate_of(model)
         model.forget()
@@ -92,12 +92,12 @@ def test_learning_and_recall_are_off_by_default(home: Path) -> None:
 
 
 def test_forgetting_is_as_if_the_model_had_just_been_loaded(home: Path) -> None:
-    with load_demo(learn=True, recall=True) as model:
+    with load_demo(learn=True) as model:
         first = rate_of(model)
         assert rate_of(model) > first + 1, "its own answer of a moment ago"
         model.forget()
         assert rate_of(model) == first
-    with load_demo(recall=True) as model:
+    with load_demo(learn=True) as model:
         assert rate_of(model) > first + 1, "the answer of an earlier run"
         model.forget()
         assert rate_of(model) > first + 1
@@ -219,7 +219,6 @@ def test_answers_are_kept_only_when_asked_and_can_be_cleared(home: Path, monkeyp
     plain = run(*arguments)
     assert plain.exit_code == 0 and "Learning" not in plain.output
     assert run("chat", "--temp", "0", "-n", "24", stdin=QUESTION).exit_code == 0
-    assert run(*arguments, "--recall").exit_code == 0
     assert not (home / "texts").exists(), "nothing is kept unless it was asked for"
     done = run(*arguments, "--learn")
     said = "Learning from answers: on (edgespec corpus rm --learnt deletes it)"
@@ -233,30 +232,14 @@ def test_answers_are_kept_only_when_asked_and_can_be_cleared(home: Path, monkeyp
     assert "tokens of 1 answers" in run("corpus", "ls").output
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, (False, False)),
-        ({"learn": True}, (True, True)),
-        ({"learn": True, "recall": False}, (True, False)),
-        ({"recall": True}, (False, True)),
-        ({"learn": False}, (False, False)),
-    ],
-)
-def test_memory_depends_on_the_options(home: Path, given: dict[str, bool], expected: tuple[bool, bool]) -> None:
-    with open_session(resolve(given), remembers=True).model as model:
-        assert (model.options.learn, model.options.recall) == expected
-
-
 def test_commands_that_measure_remember_nothing_whatever_the_settings_say(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EDGESPEC_LEARN", "1")
-    monkeypatch.setenv("EDGESPEC_RECALL", "1")
     with open_session(resolve({})).model as model:
-        assert not model.options.learn and not model.options.recall
+        assert not model.options.learn
     with open_session(resolve({}), remembers=True).model as model:
-        assert model.options.learn and model.options.recall, "the settings ask for it"
+        assert model.options.learn, "the settings ask for it"
     for command in ("bench", "race", "verify"):
         assert "-learn" not in re.sub(r"\[no-\]", "no-", run(command, "--help-all").output)
         assert "no such option" in run(command, "--learn").output

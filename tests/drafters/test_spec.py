@@ -22,7 +22,7 @@ def test_every_name_that_can_be_given_has_a_line() -> None:
     for spec in SPECS.values():
         assert set(spec.roles) <= set(ROLES)
         assert all(hasattr(LoadOptions, need.option) for need in spec.needs)
-        assert spec.needs or spec.make is not None, "what needs nothing is not opened with the pair, so it is made"
+        assert spec.needs or spec.is_made, "what needs nothing is not opened with the pair, so it is made"
 
 
 @pytest.mark.parametrize("engine", ["llamacpp", "onnx"])

@@ -248,16 +248,3 @@ def test_texts_lie_in_the_users_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_text_counts_its_index_against_the_budget() -> None:
     assert CorpusText("a", "/a", 0.0, 1, 100).num_bytes == 800
     assert module.DEFAULT_BUDGET_BYTES == 64 << 20
-
-
-def test_more_of_a_source_comes_behind_what_it_gave_before(tmp_path: Path) -> None:
-    corpus = make(tmp_path)
-    first, second = documents(0), documents(1, count=2)
-    corpus.add("a", "/a", first, is_more=True)
-    more = corpus.add("a", "/a", second, is_more=True)
-    assert (more.num_documents, more.num_tokens) == (5, 1005)
-    index = corpus.index()
-    assert index is not None
-    assert all(index.find(part[50:54].tolist()) for part in (*first, *second))
-    with pytest.raises(ConfigError, match="another name"):
-        corpus.add("a", "/b", second, is_more=True)

@@ -104,6 +104,7 @@ KINDS: dict[str, tuple[Callable[..., Engine], str, dict[str, Any]]] = {
     "llamacpp-qwen35": (load_llamacpp, "qwen35_path", {"reproducible": False}),
     "llamacpp-lfm2": (load_llamacpp, "lfm2_path", {"reproducible": False}),
     "llamacpp-process": (load_remote, "target_path", {"reproducible": True}),
+    "llamacpp-process-lfm2": (load_remote, "lfm2_path", {"reproducible": False}),
     "llamacpp-gpu": (load_gpu, "target_path", {"reproducible": False}),
     "llamacpp-gpu-reproducible": (load_gpu, "target_path", {"reproducible": True}),
     "llamacpp-rpc": (load_remote, "target_path", {"reproducible": False}),

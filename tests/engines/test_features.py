@@ -93,27 +93,17 @@ def test_states_of_a_branch_follow_the_branch(target_path: Path) -> None:
         np.testing.assert_allclose(branched.features, wanted, atol=0.05 * wanted.std())
 
 
-def test_of_a_long_prompt_only_the_end_is_computed() -> None:
-    engine = TableEngine.random(250, order=2, context_length=400, max_batch=50)
+@pytest.mark.parametrize(("most", "passes", "kept"), [(50, 6, PROMPT_FEATURES + 49), (IDS.size, 2, PROMPT_FEATURES)])
+def test_of_a_long_prompt_only_the_end_is_computed(most: int, passes: int, kept: int) -> None:
+    """A pass that is too wide for the states of all of its rows is split."""
+    engine = TableEngine.random(250, order=2, context_length=400, max_batch=most)
     cached = CachedSequence(engine)
     cached.keep_features(True)
     cached.feed(IDS)
     assert cached.features is not None
-    assert PROMPT_FEATURES <= len(cached.features) < PROMPT_FEATURES + 50
-    assert cached.num_fed == 6
+    assert PROMPT_FEATURES <= len(cached.features) <= kept
+    assert cached.num_fed == passes
     np.testing.assert_array_equal(cached.features[-1], engine.row(IDS.tolist()))
-
-
-def test_a_wide_pass_is_split_so_that_its_states_fit() -> None:
-    engine = TableEngine.random(250, order=2, context_length=400, max_batch=IDS.size)
-    cached = CachedSequence(engine)
-    cached.feed(IDS)
-    assert cached.num_fed == 1
-    cached.rollback(0)
-    cached.keep_features(True)
-    cached.feed(IDS)
-    assert cached.num_fed == 2
-    assert cached.features is not None and len(cached.features) == PROMPT_FEATURES
 
 
 def test_tokens_fed_while_nobody_wanted_states_have_none() -> None:

@@ -66,7 +66,6 @@ PLACEMENTS = (
     {"gpu_layers": -1, "draft_device": "none"},
     {"device": "none", "draft_gpu_layers": -1},
     {"gpu_layers": 3, "draft_gpu_layers": 0},
-    {"gpu_layers": -1, "kv_offload": False},
     {"gpu_layers": "auto"},
 )
 
@@ -122,8 +121,8 @@ def test_what_is_measured_belongs_to_a_placement(target_path, gpu):
     from edgespec.control.costs import cost_key
 
     keys = set()
-    for options in ({}, {"gpu_layers": 3}, {"gpu_layers": -1}, {"gpu_layers": -1, "kv_offload": False}):
+    for options in ({}, {"gpu_layers": 3}, {"gpu_layers": -1}):
         with load(target_path, **options) as engine:
             assert (gpu in engine.facts.placement) == bool(options)
             keys.add(cost_key(engine, [target_path]))
-    assert len(keys) == 4
+    assert len(keys) == 3

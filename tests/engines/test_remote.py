@@ -24,7 +24,6 @@ from edgespec.engines.remote import RemoteEngine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import BatchError, CapabilityError, ConfigError, ModelFileError, Unreachable
 from edgespec.types import Batch
-from hybrid_gguf import write_lfm2
 from rpc import Server, free_port, needs_rpc, started
 from waiting import until
 
@@ -85,19 +84,6 @@ def test_an_interrupt_in_a_call_costs_the_child_and_no_more(tiny_path, monkeypat
         engine.rollback(0)
         np.testing.assert_array_equal(engine.forward(Batch.chain(IDS)), expected)
         until(lambda: not Path(f"/proc/{first}").exists())
-
-
-def test_a_model_with_a_running_state_returns_to_its_checkpoints(tmp_path):
-    """Only the child has them; without, each message of a conversation would be read from the beginning."""
-    with load(write_lfm2(tmp_path / "hybrid.gguf"), speculates=False) as engine:
-        assert engine.facts.has_checkpoints and not engine.facts.can_rollback
-        engine.forward(Batch.chain(IDS))
-        engine.checkpoint()
-        expected = engine.forward(Batch.chain([9]))[0].copy()
-        engine.forward(Batch.chain([1, 2, 3]))
-        assert engine.reachable(len(IDS) + 2) == len(IDS)
-        engine.rollback(len(IDS))
-        np.testing.assert_array_equal(engine.forward(Batch.chain([9]))[0], expected)
 
 
 def test_errors_keep_their_types(tiny_path, tmp_path):

@@ -6,7 +6,6 @@ llama.cpp reads the cache of a lone row in as many parts as it has threads.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,18 +28,6 @@ SPLIT_CELLS = 512 - 256  # cells are counted up to a multiple of 256
 WIDTHS = (1, 2, 3, 4, 5, 8, 16)
 TEXT = " ".join(PROMPTS) + " def clamp(value, low, high):\n    return max(low, min(value, high))\n" * 3
 Snapshot = list[tuple[int, int, bytes]]
-
-
-def real_model() -> Path:
-    given = os.environ.get("EDGESPEC_TEST_MODEL")
-    if not given:
-        pytest.skip("EDGESPEC_TEST_MODEL names no real model")
-    return Path(given)
-
-
-@pytest.fixture(params=["demo", "real"])
-def gguf_path(request: pytest.FixtureRequest, target_path: Path) -> Path:
-    return target_path if request.param == "demo" else real_model()
 
 
 def text_ids(engine: Engine, length: int) -> NDArray[np.int32]:
@@ -67,9 +54,9 @@ def snapshot(engine: Engine, use: Callable[[int], None]) -> Snapshot:
 
 
 @pytest.fixture(params=[True, False], ids=["reproducible", "fast"])
-def llama(request: pytest.FixtureRequest, gguf_path: Path) -> Iterator[LlamaCppEngine]:
+def llama(request: pytest.FixtureRequest, target_path: Path) -> Iterator[LlamaCppEngine]:
     wanted = None if request.param else False
-    with LlamaCppEngine.load(gguf_path, context_length=CONTEXT, threads=2, reproducible=wanted) as engine:
+    with LlamaCppEngine.load(target_path, context_length=CONTEXT, threads=2, reproducible=wanted) as engine:
         yield engine
 
 

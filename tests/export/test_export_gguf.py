@@ -71,4 +71,4 @@ def test_the_shipped_gguf_is_the_shipped_checkpoint(tmp_path: Path, role: str):
 def test_a_missing_package_is_named():
     code = "import sys; sys.modules['gguf'] = None; import edgespec.export.gguf"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert f"CapabilityError: converting to GGUF needs the package gguf: {install_command('export')}" in done.stderr
+    assert f"CapabilityError: converting to GGUF needs the package gguf: {install_command('convert')}" in done.stderr

@@ -132,12 +132,6 @@ def test_a_folder_without_usable_weights_says_what_it_has(tmp_path, files, said)
         find_source(str(tmp_path))
 
 
-def test_a_quantised_checkpoint_is_refused(tmp_path):
-    folder = changed_copy(tmp_path / "hf", quantization_config={"quant_method": "gptq"})
-    with pytest.raises(ModelFileError, match=r"already quantised \(gptq\)"):
-        read_facts(local_source(folder))
-
-
 # manifests
 
 

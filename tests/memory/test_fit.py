@@ -198,24 +198,10 @@ def test_auto_is_for_this_machines_memory() -> None:
             LoadOptions(context_length=wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("word", "length"), [("0", 100_000), ("max", 100_000), ("auto", 100_000), ("", 4096)])
-def test_contexts_of_the_command_line(
-    word: str, length: int, long_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def planned_with(*flags: str) -> int:
-        done = CliRunner().invoke(cli, ["plan", long_model, "--json", *flags])
-        assert done.exit_code == 0, done.output
-        return int(json.loads(done.output)["context_length"])
-
-    assert planned_with(*(("-c", word) if word else ())) == length
-    (tmp_path / "config.toml").write_text(f"ctx-size = {word!r}\n" if word else "")
-    assert planned_with("--config", str(tmp_path / "config.toml")) == length
-    if word:
-        monkeypatch.setenv("EDGESPEC_CTX_SIZE", word)
-        assert planned_with() == length
-        monkeypatch.delenv("EDGESPEC_CTX_SIZE")
-    help_text = " ".join(CliRunner().invoke(cli, ["plan", "--help"]).output.split())
-    assert "-c, --ctx-size N|auto|max" in help_text and "[the model's, at most 4096]" in help_text
+@pytest.mark.parametrize(("flags", "length"), [(("-c", "max"), 100_000), (("-c", "auto"), 100_000), ((), 4096)])
+def test_contexts_of_the_command_line(flags: tuple[str, ...], length: int, long_model: str) -> None:
+    code, shown = run_plan(long_model, "--json", *flags)
+    assert code == 0 and json.loads(shown)["context_length"] == length
 
 
 def test_a_model_of_context_auto_runs(long_model: str) -> None:

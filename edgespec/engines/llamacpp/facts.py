@@ -106,7 +106,7 @@ def _placement(settings: ContextSettings) -> tuple[object, ...]:
     if not settings.gpu_layers or settings.devices == ():
         return ()
     seen = tuple((device.name, device.description, device.total_bytes) for device in gpus())
-    return seen, settings.devices, settings.endpoints, settings.kv_offload, *settings.overrides
+    return seen, settings.devices, settings.endpoints, *settings.overrides
 
 
 def pooling_of(model: Any) -> str:

@@ -87,7 +87,7 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
     if use.has_mtp:
         cache += use.max_sequences * _mtp_bytes(shape, context)
     sizes = LayerSizes.of(header, shape.layers, cache, use.overrides)
-    cache_there = sizes.cache_on(use.gpu_layers) if use.kv_offload else 0
+    cache_there = sizes.cache_on(use.gpu_layers)
     weights_there = sizes.weights_on(use.gpu_layers)
     repacked = sum(tensor.num_bytes for tensor in header.tensors if _is_repacked(tensor, header))
     compute, reserved = _compute_bytes(shape, settings, cells, use.rows)

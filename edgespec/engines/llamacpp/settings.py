@@ -225,7 +225,6 @@ def create_context(model: Any, path: Path, settings: ContextSettings, cancel: Ca
     params.n_rs_seq = settings.snapshots
     params.n_outputs_max = settings.max_outputs(vocabulary_size)
     params.n_threads = params.n_threads_batch = settings.threads
-    params.offload_kqv = settings.kv_offload
     params.type_k, params.type_v = CACHE_TYPES[settings.cache_type_k], CACHE_TYPES[settings.cache_type_v]
     params.flash_attn_type = settings.flash_attention_type
     params.kv_unified = not settings.streams

@@ -8,4 +8,4 @@ from edgespec.installation import install_command
 try:
     import gguf as _gguf  # noqa: F401
 except ImportError as exc:
-    raise CapabilityError(f"converting to GGUF needs the package gguf: {install_command('export')}") from exc
+    raise CapabilityError(f"converting to GGUF needs the package gguf: {install_command('convert')}") from exc

@@ -82,27 +82,20 @@ class HeadSizes:
 
     def check_fits(self, name: str, target_width: int, num_layers: int, vocabulary_size: int) -> None:
         """Raise CapabilityError unless the head `name` can read a target of these sizes."""
-        if self.target_width != target_width:
-            raise CapabilityError(
-                f"head {name} reads a target of width {self.target_width}, this target has {target_width}: {_FIX}"
-            )
+        for reason in self._misfits(target_width, num_layers, vocabulary_size):
+            raise CapabilityError(f"head {name} {reason}: {_FIX}")
+
+    def _misfits(self, width: int, num_layers: int, vocabulary_size: int) -> Iterator[str]:
+        if self.target_width != width:
+            yield f"reads a target of width {self.target_width}, this target has {width}"
         if max(self.layers, default=0) >= num_layers:
-            raise CapabilityError(
-                f"head {name} reads layer {max(self.layers)} of its target, this one has 0..{num_layers - 1}: {_FIX}"
-            )
+            yield f"reads layer {max(self.layers)} of its target, this one has 0..{num_layers - 1}"
         if self.vocabulary_size != vocabulary_size:
-            raise CapabilityError(
-                f"head {name} was made for {self.vocabulary_size} tokens, this target has {vocabulary_size}: {_FIX}"
-            )
-        if self.form == "eagle3" and self.shares_weights and self.width != target_width:
-            raise CapabilityError(
-                f"head {name} is {self.width} wide and lacks embeddings or head, which its target has {target_width} "
-                f"wide: {_FIX}"
-            )
+            yield f"was made for {self.vocabulary_size} tokens, this target has {vocabulary_size}"
+        if self.form == "eagle3" and self.shares_weights and self.width != width:
+            yield f"is {self.width} wide and lacks embeddings or head, which its target has {width} wide"
         if self.target_layers not in (0, num_layers):
-            raise CapabilityError(
-                f"head {name} was made for a target of {self.target_layers} layers, this one has {num_layers}: {_FIX}"
-            )
+            yield f"was made for a target of {self.target_layers} layers, this one has {num_layers}"
 
 
 def head_kind_of(path: Path) -> HeadKind | None:

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 from edgespec.config.options import GenerateOptions
 from edgespec.contained import Containment, Overrun
 from edgespec.errors import ConfigError
-from edgespec.installation import install_command, is_importable
 from edgespec.platform.machine import on_stack
-from edgespec.sampling.constraint.exact import ONE_OF
 from edgespec.sampling.constraint.library import Library, in_plain_words, tried
-from edgespec.sampling.constraint.schema import cleaned, large_numbers, place_of, with_cleaned_schemas
+from edgespec.sampling.constraint.schema import cleaned, with_cleaned_schemas
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 Kind = Literal["json_schema", "grammar", "regex"]
 # As Python's json.dumps writes it. One fixed layout leaves punctuation no choice, so that it can be drafted, and a
 # model cannot fill an answer with blanks. A schema may ask for another one under "x-guidance". Which of `oneOf` is
-# meant where several fit is only known at the end: the answer is checked then.
+# meant where several fit is only known at the end: it is taken as anyOf.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
 # llguidance calls itself once for each link of a chain of rules or references: 10 KiB of stack each at most, measured
 # for objects, whose 1,000 overflow the 8 MiB of a thread on Linux. It limits nesting itself, but neither chains nor the
@@ -36,7 +34,8 @@ LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 MOST_LINKS = 4000
 _MOST_LEVELS = 120  # of lists and objects, as the library's reader of JSON has it
 _MOST_SAID = 800  # characters
-_LINK_BYTES, _STACK_BYTES = 16 << 10, 4 << 20
+_STACK_BYTES = (8 << 20) + MOST_LINKS * (16 << 10)  # reserved, and used as far as a chain is long
+ONE_OF = "oneOf is taken as anyOf: its parts cannot be told apart while the answer is written"
 _CHILDREN = Containment(__name__, most=4, limit_s=2.0, niceness=10)
 _RULE, _REFERENCE = re.compile(r"(?m)^[ \t]*[?!]?[A-Za-z_]\w*"), re.compile(r'"\$ref"\s*:\s*("(?:[^"\\]|\\.)*")')
 _TO_ESCAPE, _ESCAPED = re.compile(r"(?s)\\.|[/\n]"), {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
@@ -135,16 +134,10 @@ def escaped(text: str) -> str:
 
 
 class Checked(NamedTuple):
-    """A grammar that compiles. `source`: in llguidance's own form; `num_links`: rules and references, which may chain.
-
-    `notes`: what of it is not kept. `schema`: the whole one, where it allows less than what can be kept while an answer
-    is written, so that the answer is to be checked; else "".
-    """
+    """A grammar that compiles. `source`: in llguidance's own form; `notes`: what of it is not kept."""
 
     source: str
-    num_links: int
     notes: tuple[str, ...] = ()
-    schema: str = ""
 
 
 def compiled(grammar: Grammar, library: Library) -> tuple[LLMatcher, Checked]:
@@ -153,7 +146,7 @@ def compiled(grammar: Grammar, library: Library) -> tuple[LLMatcher, Checked]:
         found = _CHILDREN.run(checked, grammar)
     except Overrun as exc:
         raise ConfigError(f"{grammar.kind} cannot be used: {exc}; use a simpler one") from exc
-    matcher = on_stack(2 * _STACK_BYTES + found.num_links * _LINK_BYTES, lambda: library.matcher(found.source))
+    matcher = on_stack(_STACK_BYTES, lambda: library.matcher(found.source))
     if matcher.is_error():
         raise ConfigError(f"{grammar.kind} cannot be used: {_short(matcher.get_error().strip())}")
     return matcher, found
@@ -175,8 +168,6 @@ def _checked(grammar: Grammar) -> Checked:
     if grammar.kind == "json_schema":
         schema = cleaned(json.loads(grammar.text), grammar.kind, notes)
         body: dict[str, Any] = {"json_schema": laid_out(schema)}
-        if rules := large_numbers(body["json_schema"], grammar.kind, "start", notes):
-            body = {"lark_grammar": rules}
     elif grammar.kind == "regex":
         body = {"lark_grammar": f"start: TEXT\nTEXT: /{_slashed(grammar.text)}/"}
     else:
@@ -191,43 +182,16 @@ def _checked(grammar: Grammar) -> Checked:
         lark = f"start: preamble gap @body\npreamble[lazy]: /(?s:.*){escaped(grammar.free_until)}/\ngap: /\\n{{0,2}}/"
         grammars = [{"lark_grammar": lark}, {"name": "body"} | body]
     source = json.dumps({"grammars": grammars})
-    problem, warnings = on_stack(_STACK_BYTES + num_links * _LINK_BYTES, lambda: tried(source))
+    problem, warnings = on_stack(_STACK_BYTES, lambda: tried(source))
     if problem and schema is not None:
         if problem.startswith("recursion limit"):
             raise RecursionError
-        place = place_of(schema, problem, lambda part: tried(part)[0])
         # Errors of a pattern take several lines: the pattern, a mark and the reason.
-        raise ConfigError(f"json_schema cannot be used: {place}{_short(' '.join(problem.split()))}")
+        raise ConfigError(f"json_schema cannot be used: {_short(' '.join(problem.split()))}")
     if "row has" in problem:
         raise ConfigError(f"{grammar.kind} cannot be used: {_short(problem)}")
-    has_choice = ONE_OF in notes or any("oneOf" in each for each in warnings)
-    if has_choice and ONE_OF not in notes:
-        notes.append(ONE_OF)
-    return Checked(source, num_links, tuple(notes), grammar.text if has_choice and schema is not None else "")
-
-
-def mismatch(schema: str, answer: str) -> str:
-    """Why the JSON `answer` does not match a JSON schema, "" if it does, in a line that can be a note."""
-    if not is_importable("jsonschema"):
-        return f"the answer was not checked against the whole schema: {install_command('structured')}"
-    try:
-        return _CHILDREN.run(_mismatch, schema, answer)
-    except Overrun as exc:
-        return f"the answer was not checked against the whole schema: {exc}"
-
-
-def _mismatch(schema: str, answer: str) -> str:
-    from jsonschema.exceptions import best_match
-    from jsonschema.validators import Draft202012Validator, validator_for
-    from referencing import Registry
-
-    given = json.loads(schema)
-    checker = validator_for(given, default=Draft202012Validator)(given, registry=Registry())  # which fetches nothing
-    try:
-        worst = best_match(checker.iter_errors(json.loads(answer)))
-    except Exception as exc:  # a reference that leads nowhere, a pattern that Python does not know
-        return f"the answer was not checked against the whole schema: {type(exc).__name__}"
-    return "" if worst is None else f"the answer does not match the whole schema: {worst.message[:200]}"
+    notes += [ONE_OF] if any("oneOf" in each for each in warnings) else []
+    return Checked(source, tuple(notes))
 
 
 def _short(problem: str) -> str:

@@ -1,27 +1,23 @@
-"""JSON schemas as llguidance takes them: exact numbers, known formats, and errors that name their place."""
+"""JSON schemas as llguidance takes them: exact numbers and known formats."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from edgespec.errors import ConfigError, shown
-from edgespec.sampling.constraint.exact import rules_of
-from edgespec.sampling.constraint.numbers import refuse_large_divisors, require_finite, with_bounds
+from edgespec.sampling.constraint.numbers import require_exact, with_bounds
 
 Part = tuple[str, dict[str, Any]]  # the path of a schema within another, and the schema
 # Those that the library keeps. JSON schema itself asks for none to be kept: the others are notes on what a text is.
 _FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_SINGLE = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _VALUES = ("const", "enum")
 _NO_SCHEMAS = (*_VALUES, "default", "examples", "example")
 _CLASS = re.compile(r"(?s)\[\^((?:\\.|[^\]\\])*)\]")
 _EMBEDDED = "%json"
-_MOST_PLACES = 256  # parts of a schema that are tried to find the one at fault
 _MOST_NOTES = 8
 
 
@@ -36,7 +32,6 @@ def cleaned(schema: dict[str, Any], kind: str, notes: list[str]) -> dict[str, An
             _clean(part, notes)
         except ValueError as exc:
             raise ConfigError(f"{kind} cannot be used: {at(path)}{exc}") from None
-    refuse_large_divisors(parts, kind)
     _refuse_counts(parts, kind)
     return schema
 
@@ -54,16 +49,8 @@ def _clean(part: dict[str, Any], notes: list[str]) -> None:
         if is_of_texts and note not in notes and len(notes) < _MOST_NOTES:
             notes.append(note)
     for name in _VALUES:
-        require_finite(part.get(name))
+        require_exact(part.get(name))
     part.update(with_bounds(part))
-
-
-def large_numbers(schema: dict[str, Any], kind: str, start: str, notes: list[str]) -> str:
-    """Lark rules for a schema with values that the library would round; "" for one without. Raises ConfigError."""
-    try:
-        return rules_of(schema, start, schema.get("x-guidance", {}), notes)
-    except ValueError as exc:
-        raise ConfigError(f"{kind} cannot be used: {exc}") from None
 
 
 def _without_controls(found: re.Match[str]) -> str:
@@ -105,58 +92,17 @@ def at(path: str) -> str:
     return f"at {path}: " if path else ""
 
 
-def place_of(schema: dict[str, Any], problem: str, check: Callable[[str], str]) -> str:
-    """`at properties.age: `, the smallest part of `schema` that has the same problem alone; empty for the whole.
-
-    `check`: the problem of a grammar in llguidance's own form, "" where there is none.
-    """
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    path, part, tried = "", schema, 0
-    while True:
-        for name, below in _parts(part):
-            tried += 1
-            if tried > _MOST_PLACES:
-                return at(path)
-            if check(json.dumps({"grammars": [{"json_schema": shared | below}]})) == problem:
-                path, part = f"{path}.{name}" if path else name, below
-                break
-        else:
-            return at(path)
-
-
-def _parts(schema: Mapping[str, Any]) -> Iterator[Part]:
-    """The schemas directly inside a schema, with their names."""
-    for key in _NAMED:
-        inner = schema.get(key)
-        for name, part in inner.items() if isinstance(inner, dict) else ():
-            if isinstance(part, dict):
-                yield f"{key}.{name}", part
-    for key in _LISTS:
-        listed = schema.get(key)
-        for index, part in enumerate(listed) if isinstance(listed, list) else ():
-            if isinstance(part, dict):
-                yield f"{key}.{index}", part
-    for key in _SINGLE:
-        if isinstance(part := schema.get(key), dict):
-            yield key, part
-
-
 def with_cleaned_schemas(lark: str, notes: list[str]) -> str:
     """A Lark grammar with the JSON schemas in it `cleaned`; one that does not parse is left to the library."""
     before, *others = lark.split(_EMBEDDED)
-    found, added = [before], list[str]()
+    found = [before]
     for part in others:
         try:
             blank = len(part) - len(part.lstrip())
             schema, end = json.JSONDecoder().raw_decode(part, blank)
         except (ValueError, RecursionError):
-            found.append(f"{_EMBEDDED}{part}")
-            continue
-        if not isinstance(schema, dict):
-            found.append(f"{_EMBEDDED}{part}")
-            continue
-        schema, name = cleaned(schema, "grammar", notes), f"large_{len(found)}"
-        rules = large_numbers(schema, "grammar", name, notes)
-        found.append(f"{name if rules else f'{_EMBEDDED} {json.dumps(schema)}'}{part[end:]}")
-        added += ["", rules] if rules else []
-    return "\n".join(("".join(found), *added))
+            schema, end = None, 0
+        if isinstance(schema, dict):
+            part = f" {json.dumps(cleaned(schema, 'grammar', notes))}{part[end:]}"
+        found.append(part)
+    return _EMBEDDED.join(found)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from edgespec.errors import ConfigError
 from edgespec.sampling.constraint.grammar import Checked, Grammar, compiled
 from edgespec.sampling.constraint.library import Library, in_plain_words
-from edgespec.types import NO_PARENT, Draft, Logits, TokenIds
+from edgespec.types import Draft, Logits, TokenIds
 from edgespec.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -135,14 +135,15 @@ class Constraint:
         return tuple(forced)
 
     def permitted(self, draft: Draft, text_ids: TokenIds) -> Draft:
-        """`draft` without the tokens that the grammar forbids, those behind them, and those behind an end token."""
-        if not draft.num_tokens:
+        """A chain without the tokens that the grammar forbids, those behind them, and those behind an end token.
+
+        A tree is left as it is: no rule accepts a token whose probability is 0.
+        """
+        if not draft.num_tokens or not draft.is_chain:
             return draft
         token_ids = draft.token_ids.tolist()
-        if draft.is_chain:
-            count = self._num_permitted(token_ids, text_ids)
-            return draft if count == len(token_ids) else draft.first(count)
-        return self._pruned(draft, text_ids, token_ids)
+        count = self._num_permitted(token_ids, text_ids)
+        return draft if count == len(token_ids) else draft.first(count)
 
     def _num_permitted(self, token_ids: list[int], text_ids: TokenIds) -> int:
         """How many tokens of a chain may follow the text."""
@@ -155,21 +156,6 @@ class Constraint:
             behind = np.concatenate((text_ids, np.array(token_ids[:until_end], np.int32)))
             count += self.mask(behind).allows(token_ids[until_end])
         return count
-
-    def _pruned(self, draft: Draft, text_ids: TokenIds, token_ids: list[int]) -> Draft:
-        """Of a tree: the nodes whose whole paths are allowed."""
-        paths: dict[int, list[int]] = {NO_PARENT: []}  # of the nodes that are kept and may have children
-        kept: list[int] = []
-        for node, (token_id, parent) in enumerate(zip(token_ids, draft.parents.tolist(), strict=True)):
-            path = paths.get(parent)
-            if path is None:
-                continue
-            mask = self.mask(np.concatenate((text_ids, np.array(path, np.int32))) if path else text_ids)
-            if mask.allows(token_id):
-                kept.append(node)
-                if token_id not in self._end_ids:
-                    paths[node] = [*path, token_id]
-        return draft if len(kept) == draft.num_tokens else _restricted(draft, kept)
 
     def _has_ended(self, answer: TokenIds) -> bool:
         # Not its last token alone: a draft model that lacks one of the target's end tokens drafts on behind it.
@@ -195,19 +181,6 @@ class Constraint:
         if self._matcher.is_error():
             problem = in_plain_words(self._matcher.get_error().strip().split("\n")[0])[:_MOST_SAID]
             raise ConfigError(f"the grammar cannot be followed any further: {problem}; use a simpler schema or grammar")
-
-
-def _restricted(draft: Draft, kept: list[int]) -> Draft:
-    """The tree of the nodes `kept`, ascending, with whose every node its ancestors are kept."""
-    places = {node: place for place, node in enumerate(kept)} | {NO_PARENT: NO_PARENT}
-    return Draft(
-        draft.token_ids[kept],
-        np.array([places[int(draft.parents[node])] for node in kept], np.int32),
-        draft.confidences[kept],
-        None if draft.distributions is None else tuple(draft.distributions[node] for node in kept),
-        None if draft.evidence is None else tuple(draft.evidence[node] for node in kept),
-        draft.wants_rows,
-    )
 
 
 class Constraints:

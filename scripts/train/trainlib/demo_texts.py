@@ -177,11 +177,6 @@ def mark_id(tokenizer: Tokenizer, mark: str) -> int:
     return int(token_id)
 
 
-def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    begin, end = mark_id(tokenizer, BOS), mark_id(tokenizer, TURN_END)
-    return {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": begin}
-
-
 def save_hf_tokenizer(tokenizer: Tokenizer, folder: Path, chat_template: str) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json` as transformers expects them."""
     tokenizer.save(str(folder / "tokenizer.json"))
