@@ -36,7 +36,7 @@ _BEGUN = 3  # letters of a mark, of which fewer are no markup where an answer is
 _BARE = re.compile(r"\s*(```(?:json)?)?\s*(?=\{)")
 _FENCE = "```"
 _FENCES = (f"{_FENCE}json", _FENCE, "")
-_NAMES, _ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
+_ARGUMENTS = "arguments", "parameters"
 _ANY_BARE = ('{"name":"', '{"type":"function","name":"')
 _BARE_KEYS = {"name", "type", "id", *_ARGUMENTS}
 _PAIRS = {"]": "[", "}": "{"}
@@ -331,15 +331,15 @@ class ToolParser:
                 raise exc
             exc = Unfinished()
         key = loaded(exc.key) if exc.key else ""
-        begun_call = self._called({**members, key: exc.written} if key not in ("", *_NAMES) else members, "")
+        begun_call = self._called({**members, key: exc.written} if key not in ("", "name") else members, "")
         exc.call = begun_call and replace(begun_call, is_cut=call is None)
         raise exc
 
     def _called(self, members: Mapping[str, str], otherwise: str | None = None) -> ToolCall | None:
         """The call of the members, with `otherwise` where its arguments are missing; None if they are none."""
-        name = next((members[key] for key in _NAMES if members.get(key, "").startswith('"')), None)
+        name = members.get("name", "")
         arguments = next((members[key] for key in _ARGUMENTS if key in members), otherwise)
-        if name is None or arguments is None:
+        if not name.startswith('"') or arguments is None:
             return None
         arguments = _text_of(arguments)
         if arguments and not arguments.startswith("{"):

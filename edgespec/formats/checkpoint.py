@@ -31,7 +31,6 @@ READABLE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 # The sizes of types that cannot be converted are needed to check that a file is complete.
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 ITEM_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "U32": 4, "U64": 8}
-OTHER_WEIGHTS = ("pytorch_model*.bin", "consolidated*.pth", "tf_model.h5", "*.gguf")
 # Masks and frequencies in old checkpoints, which are not weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 _SHARD_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
@@ -195,11 +194,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / WHOLE]
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
-        others = [path.name for pattern in OTHER_WEIGHTS for path in sorted(folder.glob(pattern))]
-        instead = f" (it has {others[0]})" if others else ""
-        raise ModelFileError(
-            f"{folder} has no model*.safetensors{instead}: save the model with safe_serialization=True"
-        )
+        raise ModelFileError(f"{folder} has no model*.safetensors: save the model with safe_serialization=True")
     shards = [found for file in files if (found := _SHARD_NAME.search(file.name))]
     if shards and len(shards) != int(shards[0][2]):
         raise ModelFileError(f"{folder} has {len(shards)} of {int(shards[0][2])} safetensors shards. Download the rest")

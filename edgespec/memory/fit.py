@@ -152,9 +152,7 @@ def _setups(whole: Fitted) -> Iterator[tuple[GivenUp, ...]]:
     drafts = (None, _NO_DRAFT) if len(plan.models) > 1 and options.drafter not in SPECS else (None,)
     caches: tuple[GivenUp | None, ...] = (None,)
     if not options.reproducible and options.cache_type_k is None and options.cache_type_v is None:
-        file = whole.pair.files["target"]
-        kind = "q8_0" if file.is_gguf or file.engine == "llamacpp" else "int8"  # ONNX Runtime's own
-        caches = (None, GivenUp("cache", f"KV cache {kind}", {"cache_type_k": kind, "cache_type_v": kind}))
+        caches = (None, GivenUp("cache", "KV cache q8_0", {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}))
     for alike in contexts:
         for draft, cache, context in product(drafts, caches, alike):
             yield tuple(step for step in (context, cache, draft) if step is not None)
