@@ -44,7 +44,7 @@ def known() -> Known:
     return texts
 
 
-_CACHED = {"engine": "onnx", "cache_type_k": "int8", "cache_type_v": "int8", "reproducible": None, "drafter": "auto"}
+_CACHED = {"engine": "onnx", "reproducible": None, "drafter": "auto"}
 
 
 def cases(rng: random.Random, index: int, texts: Known) -> Case:

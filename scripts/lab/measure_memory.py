@@ -51,7 +51,7 @@ CONTEXTS = (768, 1024, 1536, 3000, 4096)
 # Of each cache the keys' and the values' type, and None for the plain one.
 CACHES: dict[str, tuple[tuple[str | None, str | None], ...]] = {
     "llamacpp": ((None, None), ("q8_0", "q8_0"), ("f32", "f32"), ("q8_0", "f16"), ("q4_0", "q4_0")),
-    "onnx": ((None, None), ("int8", "int8")),
+    "onnx": ((None, None),),
 }
 NEW_TOKENS = 24
 MOST_CHARACTERS = 6  # of a token, on average

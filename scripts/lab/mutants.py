@@ -79,9 +79,9 @@ MUTANTS = (
     ),
     Mutant(
         "let the nodes of a head's tree see their siblings",
-        "drafters/eagle.py",
-        "sees[row, [places[each] for each in growth.path(node)]] = True",
-        "sees[row] = True",
+        "drafters/heads.py",
+        "[rows[node.parent] for node in nodes]",
+        "[row - 1 for row in range(len(nodes))]",
         ("tests/drafters/test_head_trees.py",),
     ),
     Mutant(
