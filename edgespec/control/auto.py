@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from edgespec.control import constants as c
@@ -24,7 +26,6 @@ from edgespec.control.confidence import DrafterState, Logistic, UnusedDrafts
 from edgespec.control.cost import DraftCost, moved
 from edgespec.control.prices import Prices, RunCosts, best_length, best_nodes, may_pay, while_it_may_pay
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.predicted import PREDICTION
 from edgespec.engines.sequence import Passes
 from edgespec.reports import RoundRecord
 from edgespec.types import Draft, Evidence, TokenIds, Verdict
@@ -104,7 +105,6 @@ class AutoController(Controller):
         self._round: Round | None = None
         self._asked, self._left_out = "", set[str]()  # who drafts; who failed and is left out until `begin`
         self._dropped = set[str]()  # who was closed
-        self._predicted = self._came_true = 0  # tokens drafted from the caller's prediction of this answer; accepted
         self._context_ids: TokenIds = np.empty(0, np.int32)  # of the round in progress
         self._prompt_tokens, self._prefill_s = 0, 0.0
         self._is_new = True  # no round of this answer was decided yet
@@ -125,7 +125,6 @@ class AutoController(Controller):
             if name not in self._dropped:
                 drafter.begin(prompt_ids)
         self._unused.clear()
-        self._predicted = self._came_true = 0
         self._left_out &= self._dropped
         self._round, self._is_new, self._was_wide, self._prefill_s = None, True, False, prefill_s
         self._open_bank()
@@ -158,23 +157,16 @@ class AutoController(Controller):
             return NOTHING  # all costs are relative to plain decoding's, so that is timed first
         prices = costs.prices()
         most = min(request.max_tokens, c.MAX_AUTO_LENGTH, costs.most_rows - 1)
-        trusts = self._trusts_prediction(request)
-        if most < 1 or not (trusts or bank.can_pay(prices.pass_s[2], prices.pass_s[1])):
+        if most < 1 or not bank.can_pay(prices.pass_s[2], prices.pass_s[1]):
             return NOTHING
         request = request.at_most(most)
         self._round = decided = self._expected(request, prices)
         best, likely = decided.best, max(decided.gains, key=decided.gains.__getitem__, default=None)
         if likely is not None and decided.gains[likely] <= (0.0 if best is None else best.gain):
             likely = None
-        if trusts and likely is None and best is not None and best.drafter == PREDICTION:
-            return best.first(best.length)
         if (asked := self._due(decided, most) or likely) is not None:
             return (yield from self._paid_proposal(decided, asked, request))
         return self._affordable(decided, best)
-
-    def _trusts_prediction(self, request: DraftRequest) -> bool:
-        """Whether a caller predicts the answer, and most of it came true: he asks for drafts that the bank may lose."""
-        return request.predicted_ids is not None and 2 * self._came_true >= self._predicted
 
     def _expected(self, request: DraftRequest, prices: Prices) -> Round:
         """What each drafter is expected to gain: free ones draft, of paid ones it is known from earlier drafts."""
@@ -280,9 +272,6 @@ class AutoController(Controller):
 
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
         started_s = self._clock()
-        if proposal.drafter == PREDICTION:
-            self._predicted += record.drafted_tokens
-            self._came_true += record.accepted_tokens
         decided, self._round = self._round, None
         paid = None if decided is None else decided.paid
         plain_s = self.costs.plain_s()
@@ -375,10 +364,8 @@ class AutoController(Controller):
         for kind, drafters in kinds.items() if isinstance(kinds, dict) else ():
             states = self._of_kind(kind)
             for name in states.keys() & (drafters if isinstance(drafters, dict) else {}):
-                try:
+                with suppress(msgspec.ValidationError):
                     states[name].restore(drafters[name])
-                except (ValueError, TypeError):
-                    states[name] = DrafterState(Logistic(self.drafters[name].prior))
 
 
 def kind_of(request: DraftRequest, prompt_tokens: int) -> str:

@@ -11,7 +11,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import mul
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from edgespec.control import constants as c
 from edgespec.types import Draft, Evidence, TokenIds, Verdict
@@ -19,6 +22,11 @@ from edgespec.types import Draft, Evidence, TokenIds, Verdict
 _SLOPE = 0.5  # prior for evidence whose slope is not known
 _MOST_PENDING = 64  # unused drafts that wait for the text that decides about them
 Predictor = Callable[[Evidence], float]
+_Kept = tuple[
+    list[Annotated[float, Meta(ge=-1e9, le=1e9)]],
+    list[Annotated[float, Meta(gt=0, le=1e9)]],
+    Annotated[float, Meta(ge=0, le=c.MOST_TRIAL_TOKENS)],
+]
 _HIGHEST = math.log(c.MOST_PROBABILITY / (1.0 - c.MOST_PROBABILITY))
 
 
@@ -32,8 +40,8 @@ class Logistic:
     def __init__(self, prior: Sequence[float] = (-0.2,)) -> None:
         """`prior`: the bias, then the weights of the evidence; _SLOPE for those not given."""
         self._prior = (prior[0], _SLOPE, *prior[1:])
-        self._weights: list[float] = []
-        self._precisions: list[float] = []
+        self.weights: list[float] = []
+        self.precisions: list[float] = []
         self._recent_error = 0.0
 
     def predictor(self) -> Predictor:
@@ -42,12 +50,12 @@ class Logistic:
         As of now: it ignores what is observed later, and is fast for many tokens.
         """
         self._grow(2)
-        common, slopes = self._weights[0] + self._weights[1] * self._recent_error, self._weights[2:]
+        common, slopes = self.weights[0] + self.weights[1] * self._recent_error, self.weights[2:]
 
         def predicted(evidence: Evidence) -> float:
             if len(evidence) > len(slopes):
                 self._grow(2 + len(evidence))
-                slopes[:] = self._weights[2:]
+                slopes[:] = self.weights[2:]
             return _chance(sum(map(mul, slopes, evidence), common))
 
         return predicted
@@ -56,7 +64,7 @@ class Logistic:
         """Learn the outcome of a token whose predecessors were all accepted."""
         inputs = (1.0, self._recent_error, *evidence)
         self._grow(len(inputs))
-        weights, precisions, least = self._weights, self._precisions, 1.0
+        weights, precisions, least = self.weights, self.precisions, 1.0
         probability = _chance(sum(map(mul, weights, inputs)))
         error, curvature = accepted - probability, max(probability * (1.0 - probability), 0.02)
         for number, value in enumerate(inputs):
@@ -67,23 +75,10 @@ class Logistic:
         # its standard deviation is about 0.1
         self._recent_error += (1.0 - c.ERROR_MEMORY) * (4.0 * error - self._recent_error)
 
-    def to_json(self) -> Any:
-        """What was learnt, for the next run."""
-        return [self._weights, self._precisions]
-
-    def restore(self, state: Any) -> None:
-        """Continue from what `to_json` returned; raises ValueError or TypeError when it is something else."""
-        weights, precisions = ([float(value) for value in part] for part in state)
-        if len(weights) != len(precisions) or not all(map(math.isfinite, (*weights, *precisions))):
-            raise ValueError("a logistic's state has other sizes, or values that are not finite")
-        if min(precisions, default=1.0) <= 0:
-            raise ValueError("a logistic's state has precisions that are not positive")
-        self._weights, self._precisions = weights, precisions
-
     def _grow(self, size: int) -> None:
-        for number in range(len(self._weights), size):
-            self._weights.append(self._prior[number] if number < len(self._prior) else _SLOPE)
-            self._precisions.append(c.PRECISION if number else 1.0)
+        for number in range(len(self.weights), size):
+            self.weights.append(self._prior[number] if number < len(self._prior) else _SLOPE)
+            self.precisions.append(c.PRECISION if number else 1.0)
 
 
 def _chance(score: float) -> float:
@@ -149,15 +144,14 @@ class DrafterState:
 
     def to_json(self) -> list[Any]:
         """What was learnt, for the next run: what the drafter lost is not lost again."""
-        return [*self.calibrator.to_json(), self.allowed]
+        return [self.calibrator.weights, self.calibrator.precisions, self.allowed]
 
     def restore(self, kept: Any) -> None:
-        """Continue from what `to_json` returned; raises ValueError or TypeError when it is something else."""
-        *learnt, allowed = kept
-        if not 0.0 <= allowed <= c.MOST_TRIAL_TOKENS:
-            raise ValueError(f"a drafter may lose 0 to {c.MOST_TRIAL_TOKENS} tokens, not {allowed}")
-        self.calibrator.restore(learnt)
-        self.allowed = allowed
+        """Continue from what `to_json` returned; raises msgspec.ValidationError when it is something else."""
+        weights, precisions, allowed = msgspec.convert(kept, _Kept)
+        if len(weights) != len(precisions):
+            raise msgspec.ValidationError(f"{len(weights)} weights have {len(precisions)} precisions")
+        self.calibrator.weights, self.calibrator.precisions, self.allowed = weights, precisions, allowed
 
 
 def outcomes(draft: Draft, verdict: Verdict) -> list[tuple[int, bool]]:

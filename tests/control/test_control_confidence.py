@@ -93,23 +93,6 @@ def test_a_predictor_says_what_is_known_when_it_is_asked_for() -> None:
     assert predict(evidence) == before != calibrator.predictor()(evidence)
 
 
-def test_a_calibrator_goes_on_from_its_state() -> None:
-    first, second = Logistic(), Logistic()
-    for index in range(50):
-        first.observe((2.0, 1.0, 0.0), accepted=index % 3 > 0)
-    second.restore(first.to_json())
-    assert second.to_json() == first.to_json()
-
-
-@pytest.mark.parametrize("state", [3, None, [1, 2], [[1]], {"a": 1}, [[1.0], [1.0], [], [], []]])
-def test_a_state_of_something_else_is_refused(state: object) -> None:
-    calibrator = Logistic()
-    before = calibrator.to_json()
-    with pytest.raises((ValueError, TypeError)):
-        calibrator.restore(state)
-    assert calibrator.to_json() == before
-
-
 # -- drafts that were not verified
 
 

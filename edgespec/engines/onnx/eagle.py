@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from edgespec.engines.onnx.kernel_head import KernelHead
 from edgespec.engines.onnx.library import run_options, translated
 from edgespec.engines.onnx.sessions import open_session
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
-from edgespec.engines.onnx.source import Source, packed_tiles
+from edgespec.engines.onnx.source import TILE_ROWS, Source, packed_tiles
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.head_file import PROJECT, HeadFile
 from edgespec.formats.onnx.eagle import EagleConfig
@@ -38,6 +39,7 @@ from edgespec.vocabulary import Vocabulary
 CONTEXT = 2048  # pairs that it attends to
 THREADS = 2  # reading the weights is most of a pass, and two cores read faster; more take longer to wake
 HEAD_MULTIPLE = 16  # of the size of attention heads
+ROWS_AT_ONCE = 1024  # quantised
 NAMES = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm", "lm_head": "rows"}
 
 
@@ -71,12 +73,16 @@ class HeadTiles:
         return found
 
     def pack(self, name: str, out: NDArray[np.uint8]) -> list[Callable[[], None]]:
-        def fill() -> None:
-            rows, kind = np.ascontiguousarray(self.vector(name)), self._kind(name)
-            if not tiles.pack(kind, q8_0(rows) if kind == "Q8_0" else rows.view(np.uint8), rows.shape[1], out):
+        whole, kind = self.vector(name), self._kind(name)
+        tile_bytes = self.num_bytes(name) // -(-len(whole) // TILE_ROWS)
+
+        def fill(start: int) -> None:
+            rows = np.ascontiguousarray(whole[start : start + ROWS_AT_ONCE])
+            place = out[start // TILE_ROWS * tile_bytes :][: -(-len(rows) // TILE_ROWS) * tile_bytes]
+            if not tiles.pack(kind, q8_0(rows) if kind == "Q8_0" else rows.view(np.uint8), rows.shape[1], place):
                 raise ModelFileError(f"the heads hold weights in {name} that are too large: train them again")
 
-        return [fill]
+        return [partial(fill, start) for start in range(0, len(whole), ROWS_AT_ONCE)]
 
 
 class HeadLayer(Source):
@@ -85,10 +91,14 @@ class HeadLayer(Source):
     is_drafter = True
     max_positions = 1 << 20  # rotary tables are made as long as they are needed
 
-    def __init__(self, heads: HeadFile, kind: str) -> None:
+    def __init__(self, heads: HeadFile, weights: HeadTiles) -> None:
         self.path = self.folder = Path()
         self.files = ()
-        self._heads, self._tiles = heads, HeadTiles(heads, kind)
+        self._heads, self._weights = heads, weights
+
+    def forget(self) -> None:
+        """Let go of the floats, which nobody needs once there is a session."""
+        del self._heads, self._weights
 
     def config(self) -> ModelConfig:
         return ModelConfig("eagle", self.max_positions, self._heads.manifest.head_dim)
@@ -123,7 +133,7 @@ class HeadLayer(Source):
             is_fused=sizes.generation == 3,
             norms_residual=sizes.norms_residual,
         )
-        return llama_graph(config, data, lambda nodes: Tiles(self._tiles, nodes)), data
+        return llama_graph(config, data, lambda nodes: Tiles(self._weights, nodes)), data
 
 
 class EagleHead(KernelHead):
@@ -211,9 +221,12 @@ def load_eagle(
         )
     text = HeadText(heads, vocabulary.size, given_layers)
     matrix = "fc" if sizes.generation == 3 else PROJECT if sizes.is_projected else ""
-    source = HeadLayer(heads, kind)
+    weights = HeadTiles(heads, kind)
+    source = HeadLayer(heads, weights)
     graph = read_graph(source, cells=context_length, hidden_states=True)
     use = ModelUse(context_length, threads=threads, max_sequences=sequences, provider="cpu")
     settings = OnnxSettings.checked(graph, source.config(), use)
-    fuse = _Fuse(heads, HeadTiles(heads, kind), matrix, threads) if matrix else None
-    return EagleHead(KernelEngine(source, graph, settings, source.config(), vocabulary), text, fuse)
+    fuse = _Fuse(heads, weights, matrix, threads) if matrix else None
+    engine = KernelEngine(source, graph, settings, source.config(), vocabulary)
+    source.forget()
+    return EagleHead(engine, text, fuse)

@@ -24,7 +24,7 @@ from edgespec.engines.onnx.hybrid_engine import HybridEngine
 from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.library import device_identity, run_options, version
 from edgespec.engines.onnx.opening import check_logits, open_passes, widths_key
-from edgespec.engines.onnx.passes import PassRows, cache_name
+from edgespec.engines.onnx.passes import PassRows
 from edgespec.engines.onnx.session_engine import SessionEngine
 from edgespec.engines.onnx.sessions import providers_for, reason
 from edgespec.engines.onnx.settings import VALUES_AT_ONCE, ModelConfig, OnnxSettings
@@ -57,7 +57,7 @@ class OnnxEngine(SessionEngine):
         self._book = SequenceBook(settings.max_sequences)
         self._last_width = 0
         self._held = HeldFiles(source.mapped)
-        self._stamp = StateStamp.of("onnx", source.files, version(), provider, cache_name(graph))
+        self._stamp = StateStamp.of("onnx", source.files, version(), provider, graph.cache[0].element_type)
         self.facts = EngineFacts(
             name="onnx",
             architecture=config.architecture,

@@ -27,7 +27,6 @@ from edgespec.errors import CapabilityError
 from edgespec.types import Logits, TokenIds
 
 ELEMENTS = {1: np.float32, 10: np.float16, 3: np.int8, 2: np.uint8}
-NAMES = {np.float32: "f32", np.float16: "f16", np.int8: "int8", np.uint8: "uint8"}
 
 
 @dataclass(slots=True)
@@ -76,11 +75,6 @@ def element_of(entry: CacheEntry) -> Any:
     if entry.element_type not in ELEMENTS:
         raise CapabilityError(f"a KV cache of onnx element type {entry.element_type} is not supported; use float32")
     return ELEMENTS[entry.element_type]
-
-
-def cache_name(graph: Graph) -> str:
-    """What cached keys and values are stored as, by our names of such types."""
-    return NAMES[element_of(graph.cache[0])]
 
 
 def bytes_per_token(graph: Graph, head_size: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from edgespec.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-Returned = TypeVar("Returned")
 
 _SPECIAL = b"\xff"  # llguidance's mark of a token that no text spells
 _APART = "\n"  # text before which tokenizers with a leading blank add none
