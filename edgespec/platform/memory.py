@@ -15,6 +15,7 @@ from edgespec.errors import CapabilityError
 
 Kind = Literal["memory", "data", "addresses"]
 _ARENA_MAX = -8  # of glibc's malloc.h
+_NO_LIMIT = 1 << 60  # control groups of version 1 write a number for "no limit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,29 +145,30 @@ def sizes(path: Path) -> dict[str, int]:
 
 
 def _of_groups(root: Path) -> Iterator[Limit]:
-    """The tightest limit among this process's control group and its ancestors."""
-    left = [free for folder in _group_folders(root) if (free := _group_bytes(folder)) is not None]
+    """The tightest limit among this process's control groups and their ancestors."""
+    left = [free for folder, is_second in _group_folders(root) if (free := _group_bytes(folder, is_second)) is not None]
     if left:
         yield Limit("memory", min(left), "the limit of this container")
 
 
 def allowed_processors(root: Path = Path("/")) -> int | None:
-    """Whole processors that this process's control group grants it the time of; None without a limit."""
-    granted = [share for folder in _group_folders(root) if (share := _group_cpu(folder))]
+    """Whole processors that this process's control groups grant it the time of; None without a limit."""
+    granted = [share for folder, is_second in _group_folders(root, "cpu") if (share := _group_cpu(folder, is_second))]
     return max(int(min(granted)), 1) if granted else None
 
 
-def _group_cpu(folder: Path) -> float | None:
+def _group_cpu(folder: Path, is_second: bool) -> float | None:
     """Processors that a group may use; None without a limit."""
+    names = ("cpu.max",) if is_second else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     try:
-        quota, period = (folder / "cpu.max").read_text().split()
-        return int(quota) / int(period) if quota.isdigit() else None  # max
+        quota, period = " ".join((folder / name).read_text() for name in names).split()
+        return int(quota) / int(period) if quota.isdigit() else None  # max, or -1
     except (OSError, ValueError, ZeroDivisionError):
         return None
 
 
-def _group_folders(root: Path) -> Iterator[Path]:
-    """The folder of the control group (version 2) that this process is in, and those above.
+def _group_folders(root: Path, controller: str = "memory") -> Iterator[tuple[Path, bool]]:
+    """(folder, whether it is of version 2) of each group of `controller` that this process is in.
 
     In a container the path that /proc names may not be visible: the container's own group is then mounted at the top.
     """
@@ -174,22 +176,32 @@ def _group_folders(root: Path) -> Iterator[Path]:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
-    for path in (line.removeprefix("0::") for line in lines if line.startswith("0::")):
+    mounted = root / "sys/fs/cgroup"
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        is_second = number == "0" and not controllers
+        if not is_second and controller not in controllers.split(","):
+            continue
+        top = mounted if is_second else mounted / controller
         parts = [part for part in path.split("/") if part not in ("", "..")]
-        yield from (root.joinpath("sys/fs/cgroup", *parts[:depth]) for depth in range(len(parts) + 1))
+        yield from ((top.joinpath(*parts[:depth]), is_second) for depth in range(len(parts) + 1))
 
 
-def _group_bytes(folder: Path) -> int | None:
+def _group_bytes(folder: Path, is_second: bool) -> int | None:
     """Bytes left to a group, file caches counted as free; None without a limit."""
+    limit_file, used_file = (
+        ("memory.max", "memory.current") if is_second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
+    prefix = "" if is_second else "total_"
     try:
-        limit = (folder / "memory.max").read_text().strip()
-        if not limit.isdigit():
+        limit = (folder / limit_file).read_text().strip()
+        if not limit.isdigit() or int(limit) >= _NO_LIMIT:
             return None
-        used = int((folder / "memory.current").read_text())
+        used = int((folder / used_file).read_text())
         kept = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None
-    files = sum(int(kept.get(f"{state}_file", 0)) for state in ("inactive", "active"))
+    files = sum(int(kept.get(f"{prefix}{state}_file", 0)) for state in ("inactive", "active"))
     return max(int(limit) - used + files, 0)
 
 

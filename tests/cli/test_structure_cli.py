@@ -71,7 +71,7 @@ def test_json_that_is_complete_at_the_limit_is_no_error(pair):
     [
         (["--json-schema", "nowhere.json"], "the file 'nowhere.json' cannot be read: No such file"),
         (["--json-schema", "{"], "json-schema is not valid JSON"),
-        (["--json-schema", '{"properties": {"a": {"type": "strin"}}}'], "at properties.a: Invalid type: strin"),
+        (["--json-schema", '{"properties": {"a": {"type": "strin"}}}'], "cannot be used: Invalid type: strin"),
         (["--json-schema", "{}", "--regex", "a"], "one structure"),
         (["--regex", "a", "--ignore-eos"], "ignore-eos contradicts regex"),
         (["--free-until", "</think>"], "free-until needs json-schema"),

@@ -179,7 +179,7 @@ def test_encoders(tmp_path: Path, write: Callable[[Path, int], Path], pooling: s
 def test_encoders_write_no_text(tmp_path: Path, target_path: Path):
     path = write_bert(tmp_path / "bert.gguf")
     with edgespec.load(path, threads=TEST_THREADS) as opened:
-        calls: list[Callable[[], Any]] = [lambda: opened.generate("x"), lambda: opened.cost_curve]
+        calls: list[Callable[[], Any]] = [lambda: opened.generate("x")]
         calls += [lambda: opened.chat([{"role": "user", "content": "x"}]), lambda: opened.generate_all(["x"])]
         calls += [lambda: opened.save_state(tmp_path / "state"), lambda: opened.target.fork(0, 0)]
         for call in calls:

@@ -294,5 +294,5 @@ def test_sizes_that_cannot_be_have_no_states() -> None:
         assert states_bytes([DELTA, DELTA._replace(**change)], 1, LOG) is None
     for slots, log in ((0, 1), (1, 0), (1, 257), (1 << 21, 1)):
         assert states_bytes([DELTA], slots, log) is None
-    with pytest.raises(ValueError, match="do not fit their shape"):
+    with pytest.raises(ValueError, match="memory of 64 bytes was given where"):
         KernelStates(np.zeros(64, np.uint8), [DELTA], 1, LOG)

@@ -48,7 +48,7 @@ def second(limit: object, used: int, files: int = 0) -> dict[str, object]:
     }
 
 
-def test_a_group_frees_its_file_caches(root: Path) -> None:
+def test_a_group_of_version_2_frees_its_file_caches(root: Path) -> None:
     write(root, {"proc/self/cgroup": "0::/app.slice/own"})
     write(root / "sys/fs/cgroup/app.slice/own", second(10 * MIB, 8 * MIB, files=1 * MIB))
     write(root / "sys/fs/cgroup/app.slice", second("max", 50 * MIB))
@@ -60,6 +60,18 @@ def test_the_tightest_group_above_counts(root: Path) -> None:
     write(root, {"proc/self/cgroup": "0::/app.slice/own"})
     write(root / "sys/fs/cgroup/app.slice/own", second(10 * MIB, 1 * MIB))
     write(root / "sys/fs/cgroup/app.slice", second(20 * MIB, 18 * MIB))
+    assert free_memory(root) == 2 * MIB
+
+
+def test_a_group_of_version_1(root: Path) -> None:
+    write(root, {"proc/self/cgroup": "9:cpu,cpuacct:/\n4:memory:/docker/abc\n0::/"})
+    first = {
+        "memory.limit_in_bytes": 6 * MIB,
+        "memory.usage_in_bytes": 5 * MIB,
+        "memory.stat": f"cache 7\ntotal_inactive_file {MIB}\ntotal_active_file 0",
+    }
+    write(root / "sys/fs/cgroup/memory/docker/abc", first)
+    write(root / "sys/fs/cgroup/memory", {**first, "memory.limit_in_bytes": 9223372036854771712})
     assert free_memory(root) == 2 * MIB
 
 
@@ -79,6 +91,13 @@ def test_the_tightest_share_of_processors_counts(root: Path) -> None:
     assert allowed_processors(root) == 2
     write(root / "sys/fs/cgroup/app.slice/own", {"cpu.max": "50000 100000"})
     assert allowed_processors(root) == 1  # one thread, though it may run half of the time only
+
+
+def test_processors_of_a_group_of_version_1(root: Path) -> None:
+    write(root, {"proc/self/cgroup": "9:cpu,cpuacct:/docker/abc\n4:memory:/\n0::/"})
+    write(root / "sys/fs/cgroup/cpu/docker/abc", {"cpu.cfs_quota_us": 300000, "cpu.cfs_period_us": 100000})
+    write(root / "sys/fs/cgroup/cpu", {"cpu.cfs_quota_us": -1, "cpu.cfs_period_us": 100000})
+    assert allowed_processors(root) == 3
 
 
 @pytest.mark.parametrize("damage", ["memory.max", "memory.current", "memory.stat"])
