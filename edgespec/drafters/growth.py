@@ -163,6 +163,7 @@ def candidates_for(request: DraftRequest, disagreement: float = DISAGREEMENT) ->
 ROOT = NO_PARENT
 MAX_ROW_COST = 0.1  # tokens; second choices rarely pay for more expensive rows, so no tree is grown
 _MOST_CHILDREN, _LOOKED_AT = 8, 8
+_NEARLY = 0.7  # with 0.5 a tenth of the passes less, and 3% fewer tokens accepted
 
 
 @dataclass(slots=True)
@@ -194,7 +195,6 @@ class Growth:
     branches: int
     most_children: int
     least_value: float
-    looked_at: int = 4  # most nodes to wait for at a time
     deepest: int | None = None  # the longest path; None: only `most` limits it
     nodes: list[Node] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
@@ -223,18 +223,23 @@ class Growth:
         self._place(node, here.value * float(here.candidates.probs[0]))
 
     def grow(self, end_ids: frozenset[int]) -> bool:
-        """Add nodes while the best place is known; True when `waiting` nodes must be scored first, False at the end."""
-        self.waiting = []
-        while self._places and len(self.nodes) < self.most:
+        """Add nodes, the most probable first; True when `waiting` nodes must be scored before others, False at the end.
+
+        Scoring several at once costs little more than one. So nodes that are nearly as probable as the first that waits
+        are added before it is known whether its children are more so.
+        """
+        self.waiting, least = [], self.least_value
+        while self._places and len(self.nodes) < self.most and len(self.waiting) < _LOOKED_AT:
             value, _, node = self._places[0]
-            if -value <= self.least_value:
+            if -value <= least:
                 break
             heapq.heappop(self._places)
-            if self.at(node).candidates is None:
-                self.waiting = [node, *self._others_to_score()]
-                return True
-            self._take(node, end_ids)
-        return False
+            if self.at(node).candidates is not None:
+                self._take(node, end_ids)
+                continue
+            self.waiting.append(node)
+            least = max(least, -value * _NEARLY)
+        return bool(self.waiting) and len(self.nodes) < self.most
 
     def _take(self, parent: int, end_ids: frozenset[int]) -> None:
         above = self.at(parent)
@@ -251,19 +256,6 @@ class Growth:
             self._place(len(self.nodes) - 1, new.value)
         if attempt + 1 < min(self.most_children, found.token_ids.size):
             self._place(parent, above.value * float(found.probs[attempt + 1]))
-
-    def _others_to_score(self) -> list[int]:
-        """Further nodes that may be needed soon: scoring a few at once costs little more than one."""
-        room = min(self.looked_at, self.most - len(self.nodes)) - 1
-        found: list[int] = []
-        kept = []
-        for place in sorted(self._places):
-            if len(found) < room and self.at(place[2]).candidates is None and -place[0] > self.least_value:
-                found.append(place[2])
-            else:
-                kept.append(place)
-        self._places = kept
-        return found
 
     def _place(self, node: int, value: float) -> None:
         self._added += 1
@@ -311,7 +303,7 @@ def grown(
     for, which are looked at one by one.
     """
     most, branches = request.max_tokens, request.max_branches
-    growth = Growth(make, most, branches, _MOST_CHILDREN, request.row_cost, _LOOKED_AT, deepest)
+    growth = Growth(make, most, branches, _MOST_CHILDREN, request.row_cost, deepest)
     growth.open(ROOT, root)
     while growth.grow(end_ids):
         for node, row in zip(growth.waiting, rows_of(growth), strict=True):
