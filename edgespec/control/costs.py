@@ -5,15 +5,12 @@ Nothing is measured apart from answers. All sequences of the target share what i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
-
-from msgspec import Meta
 
 from edgespec.config.values import DrafterName
-from edgespec.control.cost import WIDEST, CostCurve, DraftCost, guessed_plain_s
+from edgespec.control.cost import CostCurve, DraftCost, guessed_plain_s
 from edgespec.control.prices import RunCosts
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.spec import SPECS
@@ -25,7 +22,6 @@ from edgespec.platform.disk_cache import FileVersion, Seconds, file_key, key_of
 from edgespec.platform.machine import processor
 
 METHOD = 6  # part of the cache key: raise it when what is kept changes
-_KeptTable = Annotated[list[Seconds], Meta(min_length=WIDEST, max_length=WIDEST)]
 _LIBRARIES = {"llamacpp": "llama-cpp-python", "onnx": "onnxruntime"}
 
 
@@ -75,7 +71,6 @@ class ModelCosts:
         """For the next run; `draft`: the drafter that the pair's draft became."""
         if kept := self.curve.to_json():
             disk_cache.put("learnt costs", self._target_key, kept)
-            store_file_curve(self.files["target"], self.curve)
         if draft is not None and (engine := self._drafters[draft].engine) is not None:
             cost = self.drafts[draft]
             if cost.is_observed and not cost.is_relative:
@@ -104,21 +99,6 @@ def cost_key(engine: Engine, files: Iterable[Path | FileVersion]) -> str:
         (facts.device, facts.threads, facts.kv_bytes_per_token, facts.pinned_class),
         *((facts.placement,) if facts.placement else ()),
     )
-
-
-def store_file_curve(files: Sequence[Path | FileVersion], curve: CostCurve) -> None:
-    """Store the latest curve of a model under its files alone, for plans that are made without loading it."""
-    disk_cache.put("file curves", _file_curve_key(files), curve.table()[1:])
-
-
-def file_curve(files: Sequence[Path | FileVersion]) -> CostCurve | None:
-    """The latest curve of a model on this machine, however it was loaded; None where it has not run."""
-    kept = disk_cache.get("file curves", _file_curve_key(files), _KeptTable)
-    return None if kept is None else CostCurve(dict(enumerate(kept, start=1)))
-
-
-def _file_curve_key(files: Sequence[Path | FileVersion]) -> str:
-    return key_of(METHOD, [file_key(file) for file in files], processor())
 
 
 def _library_version(engine_name: str) -> str:

@@ -30,9 +30,6 @@ _LEVEL_RATE = 0.2  # per pass
 _TRIED = 3  # passes that decide about a number of threads, after one to settle
 _MOST_DOUBLINGS = 5  # how often the time between such trials doubles while fewer threads are of no use
 _PAUSE_S = 5.0  # after such a pause, a new generation does not wait to try more threads
-# Most that a change of threads which takes seconds can gain, as a share of the time: on a busy machine (two spinning
-# threads reached .69 to .76 of two sleeping ones), and back on an idle one (5 to 12% with 1.2 billion weights).
-_BUSY_GAIN, _IDLE_GAIN = 0.25, 0.1
 
 
 class Started(NamedTuple):
@@ -74,28 +71,19 @@ class ThreadControl:
     """Chooses the number of threads after every pass.
 
     `steps`: those to choose from, descending; the first one is for an idle machine. `use(n)` sets the number for later
-    passes, `is_settled()`: from now on. A change keeps a core busy for `change_s`: it is made when the machine has
-    been busy, or idle, for so long that not having made it cost as much. Then it is at most twice as dear as knowing
-    the future would be (ski rental; Karlin et al. 1988, Competitive snoopy caching).
+    passes.
     """
 
     def __init__(
-        self,
-        steps: Sequence[int],
-        use: Callable[[int], None],
-        clock: Callable[[], float] = perf_counter,
-        is_settled: Callable[[], bool] = lambda: True,
-        change_s: float = 0.0,
+        self, steps: Sequence[int], use: Callable[[int], None], clock: Callable[[], float] = perf_counter
     ) -> None:
         self.steps = list(steps)
-        self._use, self._clock, self._is_settled = use, clock, is_settled
+        self._use, self._clock = use, clock
         self._at = 0  # index into `steps`
         self._trial: Trial | None = None
         self._settling = False  # the next pass is the first with this number of threads: it starts or stops some
         self._usual: dict[int, float] = {}  # logarithm of a pass's seconds by rows, with all threads and cores
         self._level = 0.0  # mean lateness lately: logarithm of a pass's time over the usual one
-        self._least_busy_s, self._busy_s = change_s / _BUSY_GAIN, 0.0  # how long it must be busy; how long it was
-        self._wait_s = max(c.FIRST_WAIT_S, change_s / _IDLE_GAIN)  # until more threads are tried again
         self._next_s = self._hold_s = 0.0  # when more threads are tried next; before this, fewer are not
         self._recent_s, self._lacking_s = _LACKING_PRIOR_S, 0.0  # of recent passes, decaying
         self._failures = 0  # consecutive trials of fewer threads that failed
@@ -109,7 +97,7 @@ class ThreadControl:
     def begin(self) -> None:
         """A generation begins: after a pause the machine may be less busy."""
         if self._clock() - self._last_s > _PAUSE_S:
-            self._next_s = min(self._next_s, self._last_s + self._wait_s)
+            self._next_s = min(self._next_s, self._last_s + c.FIRST_WAIT_S)
 
     @property
     def lacking(self) -> float:
@@ -139,10 +127,9 @@ class ThreadControl:
         if not self._at and not is_contended:
             self._usual[rows] += c.COST_RATE * (3.0 if late < 0 else 1.0) * late  # disturbances only slow a pass
         self._level += _LEVEL_RATE * (_clipped(late) - self._level)
-        self._busy_s = max(self._busy_s + (seconds if is_contended else -seconds), 0.0)
         if self._at and self._last_s >= self._next_s:
             self._try(self._at - 1)
-        elif is_contended and self._busy_s >= self._least_busy_s and self._last_s >= self._hold_s:
+        elif is_contended and self._last_s >= self._hold_s:
             if self._at + 1 < len(self.steps):
                 self._try(self._at + 1)
         else:
@@ -151,12 +138,8 @@ class ThreadControl:
 
     def _settle(self, late: float, seconds: float) -> None:
         """A pass with a number of threads that was just set."""
-        trial, self._settling = self._trial, not self._is_settled()
-        if trial is None:
-            return
-        if self._settling:
-            trial.lost_s += seconds / 2  # making the change slows passes down
-        elif trial.is_upward and late > trial.lateness + _MOST_LATE:
+        trial, self._settling = self._trial, False
+        if trial is not None and trial.is_upward and late > trial.lateness + _MOST_LATE:
             self._compare(trial, late, seconds)  # late enough to decide without another pass
 
     def _try(self, step: int) -> None:
@@ -164,7 +147,7 @@ class ThreadControl:
         self._switch(step)
 
     def _switch(self, step: int) -> None:
-        self._at, self._settling, self._busy_s = step, True, 0.0
+        self._at, self._settling = step, True
         self._recent_s, self._lacking_s = _LACKING_PRIOR_S, 0.0
         self._use(self.steps[step])
 
@@ -181,7 +164,7 @@ class ThreadControl:
             self._compared_downward(trial, mean)
         elif is_contended and mean >= trial.lateness - c.BETTER / 2:
             self._switch(trial.back)
-            self._next_s = self._last_s + max(self._wait_s, trial.lost_s / c.PROBING)
+            self._next_s = self._last_s + max(c.FIRST_WAIT_S, trial.lost_s / c.PROBING)
         else:  # kept even if it gains next to nothing, and yet more are tried
             self._level, self._next_s = mean, self._last_s
 
@@ -195,7 +178,7 @@ class ThreadControl:
             return
         if self._at != trial.back:
             self._switch(trial.back)
-        self._level, self._next_s = trial.lateness, self._last_s + self._wait_s
+        self._level, self._next_s = trial.lateness, self._last_s + c.FIRST_WAIT_S
         self._failures = min(self._failures + 1, _MOST_DOUBLINGS) if trial.back == trial.first else 0
         if self._failures:
             self._hold_s = self._last_s + 2.0 ** (self._failures - 1) * trial.lost_s / c.PROBING

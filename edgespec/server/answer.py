@@ -415,10 +415,6 @@ class Exchange(ABC):
         self.work, self.jobs, self.is_stream = work, work.jobs, is_stream
         self.name, self.vocabulary = work.loaded.name, work.loaded.model.target.vocabulary
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.jobs[0].prompt_ids)
-
     def answer(self, ticket: Ticket) -> Answer:
         """The answer of one of the tickets of `jobs`."""
         work = self.work

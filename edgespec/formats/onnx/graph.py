@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import ModelFileError
 from edgespec.formats.onnx import MICROSOFT
 
 if TYPE_CHECKING:
@@ -24,28 +21,6 @@ IN_MEMORY = "(memory)"  # the location of weights that a session is given
 def external_entry(tensor: Any) -> dict[str, str]:
     """Where a weight outside the graph lies: location, offset, length; empty for one inside."""
     return {item.key: item.value for item in tensor.external_data} if tensor.data_location == 1 else {}
-
-
-def read_tensor(tensor: Any, folder: Path, *, mapped: bool = False) -> NDArray[Any]:
-    """The values of a weight, in the graph or in a file of `folder`; `mapped`: read-only. Raises ModelFileError.
-
-    onnx's own reader refuses files with several names, which caches of downloads are full of.
-    """
-    from onnx import helper, numpy_helper
-
-    entry = external_entry(tensor)
-    try:
-        if not entry:
-            found: NDArray[Any] = numpy_helper.to_array(tensor)
-            return found
-        kind = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type))
-        shape = tuple(tensor.dims)
-        file, offset = folder / entry["location"], int(entry.get("offset", 0))
-        if mapped:
-            return np.memmap(file, kind, "r", offset, (math.prod(shape),)).reshape(shape)
-        return np.fromfile(file, kind, math.prod(shape), offset=offset).reshape(shape)
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise ModelFileError(f"the weights {tensor.name!r} in {folder} cannot be read: {exc}. Export it again") from exc
 
 
 Fill = Callable[[NDArray[np.uint8]], list[Callable[[], None]]]
