@@ -300,9 +300,9 @@ class Model(Closing):
         """The reasoning, the text and the tool calls of a chat's result.
 
         `tools`: those that the chat had; `messages`: its own, needed where the last was an answer that was cut while it
-        reasoned. A call that does not parse stays in the text; one that `max_tokens` cut has the beginning of its
-        arguments. Raises CapabilityError for tools with a model whose chat template writes calls in no known form,
-        StateError if the model is closed.
+        reasoned. A call that does not parse stays in the text, as does one that `max_tokens` cut. Raises
+        CapabilityError for tools with a model whose chat template writes calls in no known form, StateError if the
+        model is closed.
         """
         result = of_kind("result", result, Result, ConfigError)
         prefix = answer_prefix(messages) if messages else ""

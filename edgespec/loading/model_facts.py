@@ -6,7 +6,6 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -14,8 +13,6 @@ from typing import Any, Self
 
 from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.tool_forms import call_form
-from edgespec.engines.base import Engine
-from edgespec.errors import EdgespecError
 from edgespec.formats.gguf.header import GgufHeader, read_header
 from edgespec.formats.manifest import ModelPair
 from edgespec.vocabulary import FimTokens
@@ -58,17 +55,6 @@ class ModelFacts:
             "insert": self.fills_gaps,
         }
         return [name for name, has_it in found.items() if has_it]
-
-    @classmethod
-    def of(cls, target: Engine, pair: ModelPair) -> Self:
-        """Of a model that is open."""
-        facts, vocabulary, file = target.facts, target.vocabulary, pair.files["target"]
-        template, fills_gaps = vocabulary.chat_template or "", vocabulary.fim is not None
-        found = cls(facts.name, facts.architecture, facts.weight_bytes, template, fills_gaps, facts.pooling)
-        more: Mapping[str, Any] = {}
-        with suppress(EdgespecError, OSError):  # moved or replaced while it is served
-            more = _of_headers(pair.paths("target")) if file.is_gguf else {}
-        return replace(found, **{**more, "digest": file.sha256 or more.get("digest", "")})
 
     @classmethod
     def read(cls, pair: ModelPair) -> Self:

@@ -32,7 +32,7 @@ from edgespec.server.native import NativeCompletion
 from edgespec.server.ollama import OllamaChat, OllamaExchange, OllamaGenerate
 from edgespec.server.requests import Fields, parse_object
 from edgespec.server.responses import ResponseRequest
-from edgespec.server.service import Service, Services, unknown_model
+from edgespec.server.service import Services
 from edgespec.server.web import (
     CLIENT_LEFT,
     NOTES,
@@ -47,15 +47,12 @@ from edgespec.server.web import (
 Schema = dict[str, Any]
 
 
-def create_app(
-    served: Service | Services, *, origins: Sequence[str] = (), hosts: Sequence[str] = LOOPBACK
-) -> Starlette:
+def create_app(services: Services, *, origins: Sequence[str] = (), hosts: Sequence[str] = LOOPBACK) -> Starlette:
     """The application. `origins`: web pages that may call it; `hosts`: allowed Host headers, empty for any. Pages and
     names of this machine are allowed besides.
 
-    It does not load or close the models: the owner of `served` does.
+    It does not load or close the models: the owner of `services` does.
     """
-    services = Services.of(served)
     routes = [Route(path, Answering(services, each), methods=["POST"]) for path, each in ENDPOINTS.items()]
     routes += [Route(path, _caught(_reading(services, each)), methods=["GET"]) for path, (_, each) in READABLE.items()]
     routes += [Route(path, _caught(partial(each, services)), methods=[how]) for path, (how, _, each) in OTHERS.items()]
@@ -142,9 +139,7 @@ def _models(services: Services, _: Request) -> Response:
 def _model(services: Services, request: Request) -> Response:
     name = request.path_params["name"]
     service = services.named(name)
-    if not service.names.include(name):
-        raise unknown_model(service.names)
-    shown = name if name in service.names.all else service.name
+    shown = name if name in service.names else service.name
     return json_response(facts.model_object(service, shown, with_status=services.are_several))
 
 
@@ -172,7 +167,6 @@ READABLE: dict[str, tuple[str, Callable[[Services, Request], Response]]] = {
 _CHAT = Endpoint(Chat, chat.read_chat, chat.ChatExchange)
 _NATIVE = Endpoint(NativeCompletion, native.read_native, native.NativeExchange)
 _RESPONSES = Endpoint(ResponseRequest, responses.read_responses, responses.ResponsesExchange)
-_UNLOADS_CHAT, _UNLOADS = (partial(ollama.unload_at_rest, is_chat=is_chat) for is_chat in (True, False))
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": _CHAT,
     "/v1/completions": Endpoint(Completion, completions.read_completion, completions.CompletionExchange),
@@ -189,8 +183,8 @@ ENDPOINTS: dict[str, Endpoint] = {
     "/tokenize": Endpoint(facts.TokenizeRequest, facts.tokenize),
     "/detokenize": Endpoint(facts.DetokenizeRequest, facts.detokenize),
     # Ollama's
-    "/api/chat": Endpoint(OllamaChat, ollama.read_chat_request, OllamaExchange, _UNLOADS_CHAT),
-    "/api/generate": Endpoint(OllamaGenerate, ollama.read_generate_request, OllamaExchange, _UNLOADS),
+    "/api/chat": Endpoint(OllamaChat, ollama.read_chat_request, OllamaExchange),
+    "/api/generate": Endpoint(OllamaGenerate, ollama.read_generate_request, OllamaExchange),
     "/api/embed": Endpoint(embeddings.OllamaEmbedding, embeddings.read_ollama),
 }
 # Those that no model has to be loaded for: (method, what their bodies are, the handler).
@@ -222,7 +216,7 @@ def document(services: Services) -> Schema:
     for schema in schemas.values():
         if "model" in schema.get("properties", {}):
             schema["properties"]["model"] = {"$ref": "#/components/schemas/Model"}
-    names = [name for service in services.all for name in service.names.all]
+    names = [name for service in services.all for name in service.names]
     known: Schema = {"enum": [*names, None]} if services.are_several else {"type": ["string", "null"]}
     schemas["Model"] = {**known, "description": "The served model; null or absent too"}
     bodies = dict(zip(requests, found, strict=True))

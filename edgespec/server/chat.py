@@ -27,7 +27,7 @@ from edgespec.generation.request import require_writer
 from edgespec.reports import TokenEvent
 from edgespec.server.answer import DONE, Answer, Exchange, Piece, Work, logprobs_of, prompt_progress, sse, usage
 from edgespec.server.http_errors import bad_request
-from edgespec.server.options import Logprobs, OpenAiRequest, Tokens, Tools, require_model
+from edgespec.server.options import Logprobs, OpenAiRequest, Tokens, Tools
 from edgespec.server.requests import Asked, Fields, read, unsupported
 from edgespec.server.service import Loaded
 from edgespec.server.structure import forced_calls, job_of, read_settings, structured_behind
@@ -105,7 +105,6 @@ def read_chat(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Ch
 def prepare(loaded: Loaded, chat: Chat, notes: list[str]) -> Work:
     """The work of a request. Blocks while it encodes. Raises HttpError and EdgespecError."""
     model, vocabulary = loaded.model, loaded.model.target.vocabulary
-    require_model(loaded.names, chat.model, notes)
     require_writer(model.target.facts)
     template = vocabulary.chat_template
     if template is None:

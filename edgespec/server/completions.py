@@ -16,7 +16,7 @@ from edgespec.reports import TokenEvent
 from edgespec.server.answer import Answer, Work, prompt_progress, token_logprob, usage
 from edgespec.server.chat import OpenAiExchange
 from edgespec.server.http_errors import HttpError, bad_request
-from edgespec.server.options import MOST_CHOICES, Logprobs, OpenAiRequest, require_model
+from edgespec.server.options import MOST_CHOICES, Logprobs, OpenAiRequest
 from edgespec.server.requests import Asked, read, wrong
 from edgespec.server.service import Loaded
 from edgespec.server.structure import job_of, read_settings
@@ -44,7 +44,6 @@ def read_completion(loaded: Loaded, values: Mapping[str, Any], notes: list[str])
 
 def prepare(loaded: Loaded, request: Completion, notes: list[str]) -> Work:
     """The work of a request. Blocks while it encodes. Raises HttpError and EdgespecError."""
-    require_model(loaded.names, request.model, notes)
     count = request.n or 1
     if request.suffix:
         prompts = _read_filling(loaded, request)

@@ -23,10 +23,9 @@ from edgespec.server.options import (
     Speculative,
     StopList,
     Tools,
-    answered_by,
 )
 from edgespec.server.requests import Asked, Fields, read, sent_as
-from edgespec.server.service import Loaded, asks_for_claude
+from edgespec.server.service import Loaded
 
 PATH = "/v1/messages"
 _SENT_AS = {
@@ -119,11 +118,7 @@ def _as_chat(loaded: Loaded, request: CountRequest, notes: list[str]) -> Chat:
     choice, form = request.tool_choice, request.output_format
     if request.output_config is not None:
         form = request.output_config.format or form
-    chat = Chat(messages=_read_conversation(request), model=request.model)
-    if request.model is not None and asks_for_claude(request.model) and request.model not in loaded.names.all:
-        # Claude Code asks for a small one besides, for titles, by a name that its user does not choose.
-        answered_by(loaded.names, notes)
-        chat.model = None
+    chat = Chat(messages=_read_conversation(request))
     chat.tools = _read_tools(request.tools, notes)
     if choice is not None:
         named = {"type": "function", "function": {"name": choice.name}}

@@ -15,11 +15,11 @@ from msgspec import Meta
 from edgespec.server import chat, completions
 from edgespec.server.answer import Answer, Exchange, Work, compact
 from edgespec.server.chat import can_reason
-from edgespec.server.facts import served_name, written
+from edgespec.server.facts import written
 from edgespec.server.http_errors import HttpError
-from edgespec.server.options import Positive, Sampled, Speculative, Stops, Tokens, require_model, turned_off
+from edgespec.server.options import Positive, Sampled, Speculative, Stops, Tokens, turned_off
 from edgespec.server.requests import Asked, Fields, read, sent_as, unsupported, wrong
-from edgespec.server.service import Loaded, Service
+from edgespec.server.service import Loaded
 from edgespec.server.structure import ANY_OBJECT
 
 _OPTIONS = (*Sampled.__struct_fields__, "stop")
@@ -84,12 +84,12 @@ class OllamaGenerate(OllamaRequest):
     suffix: str | None = None
 
 
-def read_chat_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
+def read_chat_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange | dict[str, Any]:
     """Answer a conversation (Ollama). Blocks while it encodes. Raises HttpError and EdgespecError."""
     request = read(OllamaChat, values, notes)
     keep_s, options = _read_common(loaded, request, notes)
     if not request.messages:
-        return Preload(loaded, keep_s, is_chat=True)
+        return _preloaded(loaded, keep_s, is_chat=True)
     asked = chat.Chat(
         **_asked(loaded, request, options, switches_reasoning=True),
         messages=[_as_openais(message) for message in request.messages],
@@ -100,7 +100,7 @@ def read_chat_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str
     return _exchange(work, request, keep_s, is_chat=True)
 
 
-def read_generate_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
+def read_generate_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange | dict[str, Any]:
     """Answer a prompt (Ollama): a chat of one message, with `raw` as it is, with `suffix` the beginning of a gap."""
     request = read(OllamaGenerate, values, notes)
     keep_s, options = _read_common(loaded, request, notes)
@@ -108,7 +108,7 @@ def read_generate_request(loaded: Loaded, values: Mapping[str, Any], notes: list
     if request.suffix and request.system:
         raise unsupported("system", "a gap between two texts is filled without one")
     if not prompt and not request.suffix:
-        return Preload(loaded, keep_s, is_chat=False)
+        return _preloaded(loaded, keep_s, is_chat=False)
     asked = _asked(loaded, request, options, switches_reasoning=not is_text)
     with sent_as(_SENT_AS):
         if is_text:
@@ -123,7 +123,6 @@ def read_generate_request(loaded: Loaded, values: Mapping[str, Any], notes: list
 
 def _read_common(loaded: Loaded, request: OllamaRequest, notes: list[str]) -> tuple[float | None, OllamaOptions]:
     """For how long to stay loaded; the options. Raises HttpError."""
-    require_model(loaded.names, served_name(loaded.names, request.model), notes)
     options = read(OllamaOptions, request.options or {}, notes, "options")
     length = loaded.model.context_length
     if options.num_ctx is not None and options.num_ctx > length:  # many clients send 8192 with every request
@@ -158,21 +157,23 @@ def _as_openais(message: Any) -> Any:
 
 
 def _exchange(work: Work, request: OllamaRequest, keep_s: float | None, *, is_chat: bool) -> Exchange:
-    return OllamaExchange(work, keep_s, is_chat=is_chat, is_stream=request.stream is not False)
+    _keep(work.loaded, keep_s)
+    return OllamaExchange(work, is_chat=is_chat, is_stream=request.stream is not False)
 
 
-def unload_at_rest(service: Service, values: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any] | None:
-    """The answer to a request to unload the model while it is not loaded; None for one that needs it.
+def _keep(loaded: Loaded, keep_s: float | None) -> None:
+    if keep_s is not None and loaded.residence is not None:
+        loaded.residence.keep_for(keep_s)
 
-    Raises HttpError.
+
+def _preloaded(loaded: Loaded, keep_s: float | None, *, is_chat: bool) -> dict[str, Any]:
+    """The answer to a request without a text, with which clients load a model before they need it, as `ollama run`
+    does, or with `keep_alive` 0 unload it, as `ollama stop` does.
     """
-    if service.is_new or service.answers_at_once:
-        return None
-    is_empty = values.get("messages") == [] if is_chat else not (values.get("prompt") or values.get("suffix"))
-    if not is_empty or read_keep_alive(values.get("keep_alive")) != 0:
-        return None
-    require_model(service.names, served_name(service.names, values.get("model")), [])
-    return preloaded(service.name, 0, is_chat=is_chat)
+    _keep(loaded, keep_s)
+    text: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+    done = {"done": True, "done_reason": "unload" if keep_s == 0 else "load"}
+    return {"model": loaded.name, "created_at": written(time())} | text | done
 
 
 def read_keep_alive(given: Any) -> float | None:
@@ -194,9 +195,9 @@ class OllamaExchange(Exchange):
     ping = b""  # its clients parse every line
     streams_by_default = True
 
-    def __init__(self, work: Work, keep_loaded_s: float | None, *, is_chat: bool, is_stream: bool) -> None:
+    def __init__(self, work: Work, *, is_chat: bool, is_stream: bool) -> None:
         super().__init__(work, is_stream=is_stream)
-        self.keep_loaded_s, self._is_chat = keep_loaded_s, is_chat
+        self._is_chat = is_chat
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
@@ -223,29 +224,6 @@ class OllamaExchange(Exchange):
         shown = [{"function": {"name": call.name, "arguments": call.input}} for call in calls]
         message = {"role": "assistant", "content": text} | thinking | ({"tool_calls": shown} if shown else {})
         return head | {"message": message}
-
-
-class Preload(Exchange):
-    """A request without a text, with which clients load a model before they need it, as `ollama run` does, or with
-    `keep_alive` 0 unload it, as `ollama stop` does.
-    """
-
-    def __init__(self, loaded: Loaded, keep_loaded_s: float | None, *, is_chat: bool) -> None:
-        super().__init__(Work(loaded, ()), is_stream=False)
-        self.keep_loaded_s = keep_loaded_s
-        self._body = preloaded(loaded.name, keep_loaded_s, is_chat=is_chat)
-
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        return self._body
-
-    def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
-        raise AssertionError("it is one line")
-
-
-def preloaded(name: str, keep_loaded_s: float | None, *, is_chat: bool) -> dict[str, Any]:
-    text: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
-    reason = "unload" if keep_loaded_s == 0 else "load"
-    return {"model": name, "created_at": written(time())} | text | {"done": True, "done_reason": reason}
 
 
 def _end(answer: Answer) -> dict[str, Any]:

@@ -57,7 +57,7 @@ async def _asked(services: Services, request: Request) -> tuple[ModelName, str, 
     asked = read(ModelName, parse_object(await read_body(request, services.limits)), [])
     if not (name := asked.model or asked.name):
         raise bad_request("model is missing: give the name of one", "model")
-    served = {without_tag(each) for service in services.all for each in service.names.all}
+    served = {without_tag(each) for service in services.all for each in service.names}
     return asked, name, without_tag(name) in served
 
 

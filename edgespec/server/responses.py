@@ -107,7 +107,7 @@ def read_responses(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) 
     first = [{"role": "system", "content": request.instructions}] if request.instructions else []
     effort = _read_effort(request, loaded, notes)
     chat = Chat(
-        **{name: getattr(request, name) for name in (*Sampled.__struct_fields__, "model", "speculative")},
+        **{name: getattr(request, name) for name in (*Sampled.__struct_fields__, "speculative")},
         messages=first + _read_input(request.input),
         max_completion_tokens=request.max_output_tokens,
         tools=_functions(request.tools, notes),
@@ -326,9 +326,7 @@ def _content(part: Part) -> dict[str, Any]:
 
 
 def _status(answer: Answer, part: Part | None = None) -> str:
-    """Of the answer, or of a part: one that something followed is complete."""
-    if part is not None and part.call is not None:
-        return "incomplete" if part.call.is_cut else "completed"
+    """Of the answer, or of a part: one that something followed is complete, and so is a call."""
     is_last = part is None or part.is_last
     return "incomplete" if is_last and answer.finish_reason == "length" else "completed"
 

@@ -19,7 +19,7 @@ from edgespec.server.completions import read_completion
 from edgespec.server.native import File, fitted, read_infill, read_native
 from edgespec.server.ollama import read_generate_request
 from edgespec.server.scheduler import Scheduler
-from edgespec.server.service import Loaded, Service
+from edgespec.server.service import Loaded, Service, Services
 from edgespec.server.web import NOTES
 from edgespec.vocabulary import FimTokens
 from serving import client_of, post, serving, streamed
@@ -148,7 +148,7 @@ async def test_what_a_client_gets_that_hangs_up(service: Service, scheduler: Sch
     """Both answers end: the one that runs and the one that waits."""
     fields = {"prompt": "Once", "n": 2, "ignore_eos": True, "n_indent": 2, "t_max_predict_ms": 60_000}
     for is_stream in (True, False):
-        client = Client(create_app(service), "/completion", messages=None, stream=is_stream, **fields)
+        client = Client(create_app(Services(service)), "/completion", messages=None, stream=is_stream, **fields)
         await reached(lambda: scheduler.num_running == 1)
         client.leave()
         await client.task

@@ -23,7 +23,7 @@ from edgespec.server.requests import parse_object
 from edgespec.server.run import Binding
 from edgespec.server.service import Limits, Service, Services
 from edgespec.server.web import NOTES
-from serving import BASE_URL
+from serving import BASE_URL, client_of
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -186,8 +186,8 @@ def test_a_model_that_is_alone_answers_to_any_name(service: Service):
 
 
 def renamed(service: Service) -> TestClient:
-    service.loaded = replace(service.require(), names=service.names)
-    return TestClient(create_app(service), base_url=BASE_URL)
+    service.loaded = replace(service.require(), name=service.name)
+    return TestClient(create_app(Services(service)), base_url=BASE_URL)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_list_of_tokens_has_a_limit(client: TestClient, monkeypatch: pytest.Mo
 
 def test_a_large_body_is_refused(service: Service):
     service.limits = Limits(max_body_bytes=1000)
-    with TestClient(create_app(service), base_url=BASE_URL) as client:
+    with TestClient(create_app(Services(service)), base_url=BASE_URL) as client:
         assert client.post(CHAT, content=b"x" * 1001).status_code == 413
 
 
@@ -332,32 +332,27 @@ def test_first_requests_of_many_clients_at_once_are_read():
 # -- who may ask
 
 
-def guarded(service: Service, **settings: Any) -> TestClient:
-    return TestClient(create_app(service, **settings), base_url=BASE_URL)
-
-
 def test_a_key_is_demanded_everywhere_but_for_health(service: Service):
-    service.api_key = "secret-äß"
-    client = guarded(service)
+    client = client_of(service, "secret-äß")
     assert client.get("/health").status_code == 200
     for path in ("/v1/models", "/metrics", "/props", "/nothing"):
         answered = client.get(path)
         assert (answered.status_code, answered.json()["error"]["code"]) == (401, "invalid_api_key")
     for wrong in ({"Authorization": "Bearer x"}, {"Authorization": "secret"}, {"x-api-key": ""}):
         assert client.get("/v1/models", headers=wrong).status_code == 401
-    service.api_key = "secret"
+    client = client_of(service, "secret")
     for right in ({"Authorization": "Bearer secret"}, {"authorization": "bearer secret"}, {"x-api-key": "secret"}):
         assert client.get("/v1/models", headers=right).status_code == 200
 
 
 def test_pages_of_other_sites_are_refused(service: Service):
     evil, good = {"Origin": "https://evil.example"}, {"Origin": "https://good.example"}
-    client = guarded(service)
+    client = client_of(service)
     assert client.get("/v1/models", headers=evil).json()["error"]["code"] == "wrong_origin"
     assert client.get("/v1/models", headers={"Origin": BASE_URL}).status_code == 200
     assert client.get("/v1/models", headers={"Origin": "http://[x"}).json()["error"]["code"] == "wrong_origin"
     assert "access-control-allow-origin" not in client.get("/v1/models").headers
-    client = guarded(service, origins=("https://good.example",))
+    client = client_of(service, origins=("https://good.example",))
     assert client.get("/v1/models", headers=evil).status_code == 403
     answered = client.get("/v1/models", headers=good)
     assert answered.status_code == 200 and answered.headers["access-control-allow-origin"] == good["Origin"]
@@ -414,7 +409,7 @@ def test_further_names_are_allowed(service: Service, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("edgespec.server.run.serve", served)
     names = ["--allowed-host", "models.example", "--allowed-host", "b.example"]
     assert CliRunner().invoke(command, ["demo", "--host", address, *names]).exit_code == 0
-    client = guarded(service, hosts=given[0].hosts)
+    client = client_of(service, hosts=given[0].hosts)
     assert client.get("/v1/models", headers={"Host": "b.example"}).status_code == 200
     assert client.get("/v1/models", headers={"Host": "Models.example:8080"}).status_code == 200
     assert client.get("/v1/models", headers={"Host": "other.example"}).status_code == 403
@@ -431,15 +426,14 @@ def test_a_name_that_points_here_is_refused(client: TestClient, host: str):
 def test_a_page_under_a_rented_name_is_not_our_own(service: Service):
     """Also where any host may call: its owner points the name to this machine once the page is loaded."""
     page = {"Host": "evil.example:8080", "Origin": "http://evil.example:8080"}
-    assert guarded(service, hosts=()).get("/v1/models", headers=page).json()["error"]["code"] == "wrong_origin"
-    assert guarded(service, hosts=("evil.example",)).get("/v1/models", headers=page).status_code == 200
+    assert client_of(service, hosts=()).get("/v1/models", headers=page).json()["error"]["code"] == "wrong_origin"
+    assert client_of(service, hosts=("evil.example",)).get("/v1/models", headers=page).status_code == 200
     for own in ("192.168.1.7:8080", "box.local:8080"):
         headers = {"Host": own, "Origin": f"http://{own}"}
-        assert guarded(service, hosts=()).get("/v1/models", headers=headers).status_code == 200
-    service.api_key = "secret"
-    assert guarded(service, hosts=()).get("/v1/models", headers=page).status_code == 401
+        assert client_of(service, hosts=()).get("/v1/models", headers=headers).status_code == 200
+    assert client_of(service, "secret", hosts=()).get("/v1/models", headers=page).status_code == 401
     known = page | {"Authorization": "Bearer secret"}
-    assert guarded(service, hosts=()).get("/v1/models", headers=known).status_code == 200
+    assert client_of(service, "secret", hosts=()).get("/v1/models", headers=known).status_code == 200
 
 
 def test_a_lost_rpc_server_is_a_matter_of_time_and_not_named_to_clients():

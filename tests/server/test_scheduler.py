@@ -168,7 +168,7 @@ async def test_a_caller_in_the_process_gets_the_model_between_answers(tmp_path: 
 
 @pytest.mark.parametrize("is_stream", [True, False])
 async def test_a_client_that_leaves_ends_its_generation_and_no_other(service: Service, model: Model, is_stream: bool):
-    scheduler, app = service.require().scheduler, create_app(service)
+    scheduler, app = service.require().scheduler, create_app(Services(service))
     bias = {str(token_id): -100 for token_id in model.target.vocabulary.end_ids}
     running = Client(app, stream=is_stream, logit_bias=bias, max_tokens=None)
     await reached(lambda: scheduler.num_running == 1)
@@ -195,9 +195,9 @@ async def test_a_request_that_takes_long_to_prepare_holds_up_nobody(model: Model
     monkeypatch.setitem(app.ENDPOINTS, "/v1/chat/completions", chat)
     service = Service("demo")
     service.use(model)
-    served = create_app(service)
+    served = create_app(Services(service))
     left = Client(served, stream=True)
-    await reached(lambda: health(Services.of(service))[0]["preparing"] == 1)
+    await reached(lambda: health(Services(service))[0]["preparing"] == 1)
     beside = Client(served, "/v1/completions", messages=None, prompt="Once", max_tokens=2)
     await beside.task
     assert beside.sent[0]["status"] == 200
@@ -235,7 +235,7 @@ async def test_an_answer_that_takes_too_long_is_an_error(model: Model):
     service = Service("demo")
     service.limits = type(service.limits)(timeout_s=0.25)
     service.use(model)
-    app = create_app(service)
+    app = create_app(Services(service))
     bias = {str(token_id): -100 for token_id in model.target.vocabulary.end_ids}
     whole = Client(app, logit_bias=bias)
     await whole.task

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from asgi_client import Client
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.server.app import create_app
-from edgespec.server.service import Service
+from edgespec.server.service import Service, Services
 from edgespec.server.web import NOTES
 from serving import post, streamed
 from waiting import reached
@@ -404,7 +404,7 @@ async def test_it_is_sent_while_the_prompt_is_read(service: Service, model: Mode
         return forward(*given)
 
     monkeypatch.setattr(model.target, "forward", slow)
-    client = Client(create_app(service), messages=LONG_CHAT["messages"], return_progress=True, stream=True)
+    client = Client(create_app(Services(service)), messages=LONG_CHAT["messages"], return_progress=True, stream=True)
     await reached(lambda: b"prompt_progress" in client.body)
     client.leave()
     await client.task
