@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.chat.reasoning import AnswerParts, answer_parts, before_structure
-from edgespec.chat.template import CHILDREN, Ending, answer_prefix, encode_messages, num_characters, read_template
+from edgespec.chat.template import CHILDREN, answer_prefix, encode_messages, num_characters, read_template
 from edgespec.closing import Closing, closed_on_failure
 from edgespec.config.options import GenerateOptions, LoadKeywords, LoadOptions, Sampling
 from edgespec.config.values import LOSSY, DrafterName, RuleName
@@ -174,24 +174,19 @@ class Model(Closing):
         messages: Messages,
         tools: Messages | None = None,
         template_arguments: Mapping[str, Any] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool | None = None,
     ) -> list[int]:
         """Token ids of a conversation, rendered by the model's chat template up to the start of the assistant's turn.
 
         If the last message is an assistant's text, they end behind it: the answer goes on from there. `messages` and
         `tools` as in OpenAI's API; `template_arguments`: further arguments of the template, such as
-        `{"enable_thinking": False}` for Qwen3. `add_generation_prompt`, `continue_final_message`: as in transformers;
-        None: the answer goes on from an assistant's text if there is one. Raises PromptError if the model has no chat
-        template or the template rejects the messages, leaves out the text to go on from, or does not use an argument.
+        `{"enable_thinking": False}` for Qwen3. Raises PromptError if the model has no chat template or the template
+        rejects the messages, leaves out the text to go on from, or does not use an argument.
         """
         messages = checked_chat(messages)
         tools = checked_tools(tools)
         require_writer(self.target.facts)
         with self._executor.vocabulary() as vocabulary:
-            ending = Ending(add_generation_prompt, continue_final_message)
-            return encode_messages(vocabulary, messages, tools, self.pair.name, template_arguments, ending)
+            return encode_messages(vocabulary, messages, tools, self.pair.name, template_arguments)
 
     @refuses_unknown_keywords
     def stream(

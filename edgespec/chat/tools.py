@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import string
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _HEAD = 300  # letters in which a text shows whether it is a call, so that other text is not held back for long
 _BARE = re.compile(r"\s*(```(?:json)?)?\s*(?=\{)")
 _FENCE = "```"
+_LETTERS = string.ascii_letters + string.digits
 _FENCES = (f"{_FENCE}json", _FENCE, "")
 _ARGUMENTS = "arguments", "parameters"
 _ANY_BARE = ('{"name":"', '{"type":"function","name":"')
@@ -41,7 +43,7 @@ _FENCED, _BRACE = re.compile(_FENCE), re.compile("}")
 
 
 def _new_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+    return "".join(secrets.choice(_LETTERS) for _ in range(9))  # Mistral's templates take no others
 
 
 @dataclass(frozen=True, slots=True)

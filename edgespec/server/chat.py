@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 from edgespec import __version__
 from edgespec.chat.marks import reasoning_marks
-from edgespec.chat.messages import num_answered, part_text, unread_kinds
+from edgespec.chat.messages import part_text, unread_kinds
 from edgespec.chat.reasoning import Reasoning, before_structure
 from edgespec.chat.template import answer_prefix, num_characters, render_chat
 from edgespec.chat.tool_forms import Form, call_form
@@ -177,21 +177,9 @@ def _template_arguments(chat: Chat, template: str, notes: list[str]) -> dict[str
 
 
 def _read_messages(chat: Chat, template: str, notes: list[str]) -> list[Any]:
-    check_question(chat.messages, [f"messages.{index}.content" for index in range(len(chat.messages))])
     if kinds := unread_kinds(chat.messages):
         notes.append(f"messages: {', '.join(kinds)} left out of what was said before: {TEXT_ONLY}")
     return placed(template, [_as_system(message) for message in chat.messages], notes)
-
-
-def check_question(messages: Sequence[Any], places: Sequence[str]) -> None:
-    """Raises HttpError for a part that is no text in what is to be answered. `places`: of the contents.
-
-    In what came before it such parts are left out.
-    """
-    for message, place in [*zip(messages, places, strict=True)][num_answered(messages) :]:
-        asks = isinstance(message, dict) and message.get("role") in ("user", "system")
-        if asks and (kinds := unread_kinds([message])):
-            raise bad_request(f"{place} has a part of type {kinds[0]}: {TEXT_ONLY}", place)
 
 
 def _as_system(message: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from edgespec.server.answer import Answer, Event, Exchange, Part, Work, events, sse
-from edgespec.server.chat import RUNS_NONE, TEXT_ONLY, Chat, can_reason, check_question, prepare, run_by_client
+from edgespec.server.chat import RUNS_NONE, TEXT_ONLY, Chat, can_reason, prepare, run_by_client
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import (
     JsonSchema,
@@ -144,13 +144,10 @@ def _read_conversation(request: CountRequest) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     if request.system is not None:
         found.append({"role": "system", "content": _system_text(request.system)})
-    places = ["system"] * len(found)
     for index, message in enumerate(request.messages):
         if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
             raise bad_request(f"messages.{index}.role must be user, assistant or system", "messages")
         found += _translated(message)
-        places += [f"messages.{index}.content"] * (len(found) - len(places))
-    check_question(found, places)
     return found
 
 

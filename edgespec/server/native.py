@@ -13,8 +13,6 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from edgespec.config.habits import did_you_mean
-from edgespec.errors import shown
 from edgespec.reports import TokenEvent
 from edgespec.server.answer import Answer, Exchange, Piece, Work, logprobs_of, prompt_progress, sse
 from edgespec.server.completions import Completion, Prompt, fill_prompt, prepare, read_prompts, require_fim
@@ -26,7 +24,6 @@ from edgespec.vocabulary import FimTokens, Vocabulary
 
 Milliseconds = Annotated[int, Meta(ge=-1, le=1 << 31)]
 _FORBIDDEN = -1e9
-_EMPTY = (("model", ""), ("grammar", ""))
 _PREFIX_SHARE = 0.75  # of the room, for the text before a gap where both texts are too long
 _LEAST_ANSWER = 256  # tokens kept free for an answer of unlimited length, where the context allows
 
@@ -76,30 +73,20 @@ class Infill(Native, kw_only=True):
 
 def read_native(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
     """Continue texts or token ids (llama-server). Blocks while it encodes. Raises HttpError and EdgespecError."""
-    request = read(NativeCompletion, _known(NativeCompletion, values, notes), notes)
+    request = read(NativeCompletion, values, notes)
     return _exchange(loaded, request, notes, read_prompts(loaded, request.prompt))
 
 
 def read_infill(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
     """Fill the gap between two texts (llama-server); 501 for models that cannot. Blocks while it encodes."""
     tokens, vocabulary = require_fim(loaded, "/infill"), loaded.model.target.vocabulary
-    request = read(Infill, _known(Infill, values, notes), notes)
+    request = read(Infill, values, notes)
     length = loaded.model.context_length
     room = length - min(request.token_limit or loaded.options.max_tokens or _LEAST_ANSWER, length // 4)
     before, after = vocabulary.encode(request.input_prefix + (request.prompt or "")), request.input_suffix
     ids, is_cut = fitted(vocabulary, tokens, before, vocabulary.encode(after), request.input_extra or (), room)
     spelled = b"".join(vocabulary.piece(each) or vocabulary.token_name(each).encode() for each in ids)
     return _exchange(loaded, request, notes, [Prompt(ids, spelled.decode("utf-8", "replace"), is_cut)])
-
-
-def _known(kind: type[Native], values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """The fields that there are. Others are noted, as llama-server ignores them: its clients (SillyTavern) send every
-    setting under the names of all servers that they know, and empty texts for none.
-    """
-    names = {*kind.__struct_fields__, *kind.ignored, *kind.noted, *kind.refused}
-    unknown = [name for name, value in values.items() if name not in names and value and len(name) < 64]
-    notes += [f"{shown(name)}: unknown field{did_you_mean(name, sorted(names))}" for name in unknown]
-    return {name: value for name, value in values.items() if name in names and (name, value) not in _EMPTY}
 
 
 def _exchange(loaded: Loaded, request: Native, notes: list[str], prompts: Sequence[Prompt]) -> Exchange:

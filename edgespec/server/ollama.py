@@ -36,13 +36,6 @@ _NO_FEATURE: tuple[str, tuple[Any, ...]] = ("this server has no such feature", (
 
 
 class OllamaOptions(Sampled):
-    # how a model is loaded, and what belongs to samplers
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        (
-            *("mirostat_tau", "mirostat_eta", "num_batch", "num_gpu", "num_thread", "num_keep", "main_gpu", "use_mmap"),
-            *("numa", "use_mlock", "low_vram", "f16_kv", "vocab_only", "logits_all", "embedding_only"),
-        )
-    )
     refused: ClassVar[Asked] = turned_off(typical_p=(1,), tfs_z=(1,), mirostat=(0,), penalize_newline=(True,))
     stop: Stops | None = None
     num_predict: Tokens | None = None

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+from collections import deque
 from collections.abc import AsyncIterator, Mapping
-from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,7 +26,7 @@ from edgespec.server.requests import Fields, parse_object, read
 from edgespec.server.service import Services, without_tag
 from edgespec.server.web import STREAM_HEADERS, json_response, read_body
 
-_EVERY_S = 0.2  # between two lines about the same file
+_EVERY_S = 0.2  # between two looks at how far a pull is
 _SUCCESS = {"status": "success"}
 
 
@@ -81,33 +81,29 @@ async def _lines_of(name: str, *, is_here: bool) -> AsyncIterator[Mapping[str, A
     if is_here:
         yield _SUCCESS
         return
-    loop, queue, has_left = asyncio.get_running_loop(), asyncio.Queue[Mapping[str, Any] | None](), False
-    said_s: dict[str, float] = {}
-
-    def say(line: Mapping[str, Any] | None) -> None:
-        loop.call_soon_threadsafe(queue.put_nowait, line)
+    said, has_left = deque[Mapping[str, Any]](), False
 
     def on_bytes(file: str, done: int, total: int) -> None:
         if has_left:
             raise _ClientLeft
-        if done == total or monotonic() - said_s.get(file, 0.0) > _EVERY_S:
-            said_s[file] = monotonic()
-            say({"status": f"pulling {file}", "digest": file, "total": total, "completed": done})
+        said.append({"status": f"pulling {file}", "digest": file, "total": total, "completed": done})
 
     def work() -> None:
         try:
-            pull(name, on_bytes, lambda text: say({"status": text}))
-            say({"status": f"{name} is here: this server serves it when it is started with it"})
-            say(_SUCCESS)
+            pull(name, on_bytes, lambda text: said.append({"status": text}))
+            said.append({"status": f"{name} is here: this server serves it when it is started with it"})
+            said.append(_SUCCESS)
         except EdgespecError as exc:
-            say({"error": exc.on_the_command_line})
-        finally:
-            say(None)
+            said.append({"error": exc.on_the_command_line})
 
     pulling = asyncio.ensure_future(asyncio.to_thread(work))
     try:
-        while (line := await queue.get()) is not None:
-            yield line
+        while said or not pulling.done():
+            lines = [said.popleft() for _ in range(len(said))]
+            for line, after in zip(lines, [*lines, {}][1:], strict=True):
+                if "digest" not in line or line["digest"] != after.get("digest"):  # the latest about a file
+                    yield line
+            await asyncio.wait({pulling}, timeout=_EVERY_S)
         await pulling
     finally:
         has_left = True

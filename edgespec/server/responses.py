@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from edgespec.chat.messages import part_text
 from edgespec.server.answer import Answer, Event, Exchange, Part, Work, events, sse, usage
-from edgespec.server.chat import RUNS_NONE, VERBOSITY, Chat, can_reason, check_question, prepare, run_by_client
+from edgespec.server.chat import RUNS_NONE, VERBOSITY, Chat, can_reason, prepare, run_by_client
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import (
     DRAFT_MODEL,
@@ -142,11 +142,8 @@ def _read_input(given: str | list[Any]) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     found: list[dict[str, Any]] = []
-    places: list[str] = []
     for index, item in enumerate(given):
         _add_item(found, item, f"input.{index}")
-        places += [f"input.{index}.content"] * (len(found) - len(places))
-    check_question(found, places)
     return [{"content": "", **message} for message in found]
 
 

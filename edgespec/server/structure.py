@@ -55,7 +55,8 @@ def read_structure(
     request: Generated, loaded: Loaded, options: GenerateOptions, form: ResponseFormat | None = None
 ) -> GenerateOptions:
     """`options` with the structure that the request asks for, checked. Raises HttpError 400."""
-    given = {name: value for name in (*_STRUCTURES, "free_until") if (value := getattr(request, name)) is not None}
+    asked = {name: getattr(request, name) for name in (*_STRUCTURES, "free_until")}
+    given = {name: value for name, value in asked.items() if value not in (None, "")}
     where = next(iter(given), "")
     described = None if form is None else _described(form)
     if described is not None:

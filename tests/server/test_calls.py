@@ -269,7 +269,7 @@ TYPED_PROPERTIES = {
     "o": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     "e": {"type": "string", "enum": ["1", "2"]},
     "r": {"$ref": "#/$defs/text"},
-    "x": {"enum": ["None", None]},
+    "x": {"type": "string"},
 }
 TYPED_PARAMETERS = {"type": "object", "properties": TYPED_PROPERTIES, "$defs": {"text": {"type": "string"}}}
 TYPED = [

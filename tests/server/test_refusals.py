@@ -52,59 +52,57 @@ WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
     CHAT: [
         *ALIKE,
         ({"messages": None}, "messages", "missing"),
-        ({"messages": "hi"}, "messages", "must be a list"),
+        ({"messages": "hi"}, "messages", "must be array"),
         ({"messages": []}, None, "empty"),
         ({"messages": [{"role": "king", "content": "x"}]}, None, "allowed: system, user"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "text only"),
-        ({"temperature": "hot"}, "temperature", "must be a number"),
-        ({"temperature": -1}, "temperature", "from 0 to 100"),
-        ({"top_p": -0.1}, "top_p", "from 0 to 1"),
-        ({"max_tokens": -3}, "max_tokens", "from -2 to"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "only text is"),
+        ({"temperature": "hot"}, "temperature", "must be float, got 'hot'"),
+        ({"temperature": -1}, "temperature", "must be float >= 0.0"),
+        ({"top_p": -0.1}, "top_p", ">= 0.0"),
+        ({"max_tokens": -3}, "max_tokens", "int >= -2"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "give one"),
-        ({"n": 17}, "n", "from 1 to 16"),
+        ({"n": 17}, "n", "must be int <= 16, got 17"),
         ({"n": 6}, "n", "at most 5"),
-        ({"stop": [""]}, "stop", "1 to 512"),
-        ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"stop": [""]}, "stop.0", "length >= 1"),
+        ({"stop": ["a"] * 17}, "stop", "length <= 16"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "digits"),
         ({"logit_bias": {"999999": 1}}, "logit_bias", "vocabulary"),
-        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "length <= 1024"),
         ({"top_logprobs": 5}, "top_logprobs", "logprobs: true"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20"),
-        ({"stream": "yes"}, "stream", "true or false"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20"),
+        ({"stream": "yes"}, "stream", "must be bool"),
         ({"ignore_eos": True, "grammar": "start: /a+/"}, "grammar", "ignore_eos contradicts"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
         ({"stream": True, "stream_options": {"include_use": True}}, "stream_options.include_use", "did you mean"),
         ({"tools": [{"type": "function"}]}, "tools.0", "function"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "letters"),
-        ({"tools": [TOOL] * 129}, "tools", "at most 128"),
+        ({"tools": [TOOL] * 129}, "tools", "length <= 128"),
         ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice", "auto, none, required"),
         ({"functions": [{"name": "f"}]}, "functions", "use tools"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
-        ({"speculative": 4}, "speculative", "must be true or false or an object"),
+        ({"speculative": 4}, "speculative", "must be bool | object"),
         ({"speculative": {"drafters": "x"}}, "speculative.drafters", "did you mean 'drafter'"),
         ({"speculative": {"drafter": "x"}}, None, "drafter 'x' is not known"),
         ({"speculative": {"drafter": "early-exit"}}, None, "early-exit"),
         ({"speculative": {"draft_length": 65}}, "draft_length", "at most 64"),
-        ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
         ({"prediction": {"type": "content"}}, "prediction.content", "is missing"),
         ({"prediction": {"type": "content", "content": 5}}, "prediction.content", "parts of text"),
     ],
     "/v1/responses": [
         ({}, "input", "missing"),
-        ({"input": 5}, "input", "must be a string or a list"),
+        ({"input": 5}, "input", "must be str | array"),
         ({"input": []}, None, "empty"),
         ({"input": ["x"]}, "input.0", "must be a message"),
         ({"input": [{"type": "reasoning"}]}, None, "empty"),
         ({"input": [{"type": "item_reference"}]}, "input.0", "must be a message"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content", "reads text only"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None, "only text is"),
         ({"input": [{"role": "king", "content": "x"}]}, None, "allowed: system, user"),
         ({"input": "x", "previous_response_id": "a"}, "previous_response_id", "stores no responses"),
         ({"input": "x", "background": True}, "background", "stores no responses"),
         ({"input": "x", "tools": [{"type": "local_shell"}]}, "tools.0", "function"),
         ({"input": "x", "tools": [{"type": "custom", "name": "f"}]}, "tools.0", "function"),
-        ({"input": "x", "max_output_tokens": -3}, "max_output_tokens", "from -2 to"),
-        ({"input": "x", "max_tokens": 5}, "max_tokens", "unknown field"),
+        ({"input": "x", "max_output_tokens": -3}, "max_output_tokens", "int >= -2"),
         ({"input": "x", "text": {"format": BAD_FORM}}, "text.format.schema", "text.format.schema cannot be used"),
     ],
     "/v1/messages": [
@@ -112,7 +110,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
         ({"messages": None}, None, "messages is missing"),
         ({"messages": [{"role": "king", "content": "x"}]}, None, "user, assistant or system"),
         ({"messages": [{"role": "user", "content": "x " * 5000}]}, None, "prompt is too long: the prompt has"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, None, "reads text only"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, None, "only text is"),
         ({"system": 5}, None, "reads text only"),
         ({"tools": [{"name": "f"}]}, None, "input_schema"),
         ({"tool_choice": {"type": "any"}}, None, "no tools are given"),
@@ -127,10 +125,8 @@ WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
         ({"think": True}, None, "not supported"),
         ({"options": {"num_ctx": 10**6}, "messages": [{"role": "user", "content": "x " * 5000}]}, None, "--ctx-size"),
         ({"options": {"typical_p": 0.5}}, None, "options.typical_p is not supported"),
-        ({"options": {"xtc_probability": 0}}, None, "unknown field 'options.xtc_probability'"),
         ({"top_logprobs": 3}, None, "use /v1/chat/completions"),
-        ({"options": {"temprature": 1}}, None, "did you mean 'temperature'"),
-        ({"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, None, "reads text only"),
+        ({"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, None, "only text is"),
         ({"options": {"top_p": 7}}, None, "options.top_p must be"),
         ({"format": BAD}, None, "format cannot be used"),
     ],
@@ -165,6 +161,20 @@ def test_null_and_harmless_fields_are_accepted(client: TestClient):
         CHAT, json={"messages": MESSAGES, "max_tokens": 1, "response_format": {"type": "text"}} | fields
     )
     assert answered.status_code == 200, answered.text
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "note"),
+    [
+        (CHAT, {"temprature": 1, "max_tokens": 1}, "'temprature': unknown field; did you mean 'temperature'?"),
+        ("/v1/responses", {"input": "x", "max_tokens": 1, "max_output_tokens": 1}, "'max_tokens': unknown field"),
+        ("/api/chat", {"stream": False, "options": {"top_q": 1, "num_predict": 1}}, "'options.top_q': unknown field"),
+        ("/completion", {"prompt": "x", "n_predict": 1, "return_token": 1}, "did you mean 'return_tokens'"),
+    ],
+)
+def test_an_unknown_field_is_a_note(client: TestClient, path: str, fields: dict[str, Any], note: str):
+    answered = client.post(path, json=BODIES.get(path, {}) | fields)
+    assert answered.status_code == 200 and note in answered.headers[NOTES]
 
 
 def test_a_model_that_is_alone_answers_to_any_name(service: Service):
@@ -208,9 +218,9 @@ def test_what_is_not_there(client: TestClient, method: str, path: str, status: i
         (b"", "not valid JSON"),
         (b"[]", "must be a JSON object, got a list"),
         (b"{", "not valid JSON"),
-        (b"\xff\xfe", "not UTF-8"),
-        (b'{"messages": NaN}', "NaN is not a JSON number"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "too long"),
+        (b"\xff\xfe", "invalid character"),
+        (b'{"messages": NaN}', "invalid character (byte 13)"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "out of range"),
         (b'{"a":' * 65 + b"1" + b"}" * 65, "levels deep"),
         (b"[" * 100_000, "levels deep"),
         (b"[" * 200_000, "more than 131072 lists"),
@@ -281,11 +291,11 @@ VALUES: tuple[Any, ...] = (
 
 
 def malformed(draw: random.Random) -> bytes:
-    """A request with some fields broken, some missing, one unknown; or broken as bytes."""
+    """A request with some fields broken, some missing, one unknown within another; or broken as bytes."""
     fields = {name: value for name, value in VALID.items() if draw.random() < 0.6}
     for name in draw.sample(sorted(VALID), draw.randint(1, 3)):
         fields[name] = draw.choice(VALUES)
-    fields["x" * draw.randint(1, 9)] = draw.choice(VALUES[1:])
+    fields["speculative"] = {"x" * draw.randint(1, 9): draw.choice(VALUES[1:])}
     body = json.dumps(fields).encode()
     if draw.random() < 0.3:
         cut = draw.randrange(len(body))
@@ -298,7 +308,7 @@ def test_malformed_bodies_are_4xx(client: TestClient):
     for _ in range(240):
         path, body = draw.choice(PATHS), malformed(draw)
         answered = client.post(path, content=body)
-        if path == "/completion" and answered.status_code == 200:  # where what is not known is only noted
+        if "token" in path and answered.status_code == 200:  # which know no such field
             continue
         assert 400 <= answered.status_code < 500, (path, body, answered.text)
         error = answered.json()["error"]
