@@ -193,6 +193,10 @@ class Answer:
         return self.ticket.stats
 
     @property
+    def seed(self) -> int:
+        return self.ticket.generation.seed
+
+    @property
     def timings(self) -> dict[str, Any]:
         return timings(self.stats, self.ticket.drafted)
 

@@ -22,7 +22,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from edgespec import __version__
-from edgespec.server import chat, completions, embeddings, facts, messages, native, ollama, pulling, responses
+from edgespec.server import chat, completions, embeddings, facts, messages, native, ollama, responses
 from edgespec.server.answer import Exchange
 from edgespec.server.chat import Chat
 from edgespec.server.completions import Completion
@@ -124,8 +124,7 @@ async def _http_exception(request: Request, exc: Exception) -> Response:
 
 def _reading(services: Services, read: Callable[[Services, Request], Response]) -> Handler:
     async def handle(request: Request) -> Response:
-        is_on_disk = request.url.path not in ("/health", "/v1/health", "/metrics")  # a model's header, the first time
-        return await asyncio.to_thread(read, services, request) if is_on_disk else read(services, request)
+        return await asyncio.to_thread(read, services, request)  # which may read a model's header
 
     return handle
 
@@ -190,8 +189,8 @@ ENDPOINTS: dict[str, Endpoint] = {
 # Those that no model has to be loaded for: (method, what their bodies are, the handler).
 OTHERS: dict[str, tuple[str, type[Fields], Callable[[Services, Request], Awaitable[Response]]]] = {
     "/api/show": ("POST", facts.ShowRequest, _show),
-    "/api/pull": ("POST", pulling.ModelName, pulling.respond_pull),
-    "/api/delete": ("DELETE", pulling.ModelName, pulling.respond_delete),
+    "/api/pull": ("POST", ollama.ModelName, ollama.respond_pull),
+    "/api/delete": ("DELETE", ollama.ModelName, ollama.respond_delete),
 }
 _NO_RERANKING = "this server does not rerank: compare texts by the cosine of their /v1/embeddings"
 _NO_MAKING = "models are made and named on the command line: edgespec add, edgespec export"

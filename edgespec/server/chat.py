@@ -29,8 +29,9 @@ from edgespec.server.answer import DONE, Answer, Exchange, Piece, Work, logprobs
 from edgespec.server.http_errors import bad_request
 from edgespec.server.options import Logprobs, OpenAiRequest, Tokens, Tools
 from edgespec.server.requests import Asked, Fields, read, unsupported
+from edgespec.server.scheduler import Job
 from edgespec.server.service import Loaded
-from edgespec.server.structure import forced_calls, job_of, read_settings, structured_behind
+from edgespec.server.structure import forced_calls, read_settings, structured_behind
 
 REASONING_EFFORTS = ("minimal", "low", "medium", "high", "xhigh")  # of a model that always reasons: no difference
 _EFFORTS_OF_CHANNELS = {"none": "low", "minimal": "low", "xhigh": "high"}  # gpt-oss knows low, medium and high
@@ -129,7 +130,7 @@ def prepare(loaded: Loaded, chat: Chat, notes: list[str]) -> Work:
     # Channels order the parts of a call freely: calls can only be read once the reasoning is told apart.
     has_to_split = reasoning is not None and reasoning.marks.has_channels and form is not None
     splits = has_to_split or (chat.reasoning_format or loaded.reasoning_format) != "none"
-    jobs = [job_of(chat, prompt_ids, each, options) for each in sampling]
+    jobs = [Job(prompt_ids, each, options, bool(chat.return_progress)) for each in sampling]
     return Work(loaded, jobs, tools, form, parallel, reasoning if splits else None)
 
 
@@ -307,7 +308,7 @@ class OpenAiExchange(Exchange):
         return head | {"system_fingerprint": f"edgespec-{__version__}", "choices": choices} | more
 
     def ended(self, choices: list[dict[str, Any]], answers: Sequence[Answer], usage: dict[str, Any]) -> dict[str, Any]:
-        return self.body(choices, self.kind, usage=usage, timings=answers[0].timings, seed=answers[0].ticket.seed)
+        return self.body(choices, self.kind, usage=usage, timings=answers[0].timings, seed=answers[0].seed)
 
     def chunk(
         self,
@@ -329,7 +330,7 @@ class OpenAiExchange(Exchange):
         for index, answer in enumerate(answers):
             async for chunk in self.chunks(index, answer):
                 yield chunk
-            end = {"timings": answer.timings, "seed": answer.ticket.seed}
+            end = {"timings": answer.timings, "seed": answer.seed}
             yield self.chunk(index, self.nothing, None, answer.finish_reason, **end)
         if self.includes_usage:
             yield sse(self.body([], self.chunk_kind, usage=usage(answers)))

@@ -216,7 +216,7 @@ class MessagesExchange(Exchange):
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
         message = self._message([_block(part) for part in answer.parts], _counts(answer, answer.stats.new_tokens))
-        return message | self._end(answer) | {"seed": answer.ticket.seed}
+        return message | self._end(answer) | {"seed": answer.seed}
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         (answer,) = answers
@@ -229,7 +229,7 @@ class MessagesExchange(Exchange):
             for written in _written(event, index):
                 yield written
         counts = _counts(answer, answer.stats.new_tokens)
-        yield _event("message_delta", delta=self._end(answer), usage=counts, seed=answer.ticket.seed)
+        yield _event("message_delta", delta=self._end(answer), usage=counts, seed=answer.seed)
         yield _event("message_stop")
 
     @classmethod

@@ -293,7 +293,7 @@ class ResponsesExchange(Exchange):
                 "total_tokens": counts["total_tokens"],
             },
             "timings": answer.timings,
-            "seed": answer.ticket.seed,
+            "seed": answer.seed,
         }
 
     def _object(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:

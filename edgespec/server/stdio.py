@@ -94,7 +94,7 @@ class _Request:
         return {
             "usage": usage([self.answer]),
             "timings": self.answer.timings,
-            "seed": self.answer.ticket.seed,
+            "seed": self.answer.seed,
         }
 
 

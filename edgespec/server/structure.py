@@ -26,7 +26,6 @@ from edgespec.server.options import (
     options_of,
     sampling_of,
 )
-from edgespec.server.scheduler import Job
 from edgespec.server.service import Loaded
 from edgespec.vocabulary import Vocabulary
 
@@ -45,10 +44,6 @@ def read_settings(
     options = options_of(request, loaded, request.token_limit, top_logprobs)
     options = read_structure(request, loaded, options, request.response_format)
     return numbered(sampling, request.n or 1), options
-
-
-def job_of(request: Generated, prompt_ids: Sequence[int], sampling: Sampling, options: GenerateOptions) -> Job:
-    return Job(prompt_ids, sampling, options, bool(request.return_progress))
 
 
 def read_structure(

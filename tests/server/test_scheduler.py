@@ -69,7 +69,7 @@ async def test_a_full_queue_refuses_and_a_cancelled_job_makes_room(scheduler: Sc
     texts = [await text_of(each) for each in (waiting[0], waiting[2], waiting[3], last)]
     assert len(set(texts)) == 1 and texts[0]
     await text_of(running)
-    assert running.stats.new_tokens < 1900 and running.finish_reason == "cancelled"
+    assert running.stats.new_tokens < 1900 and running.stats.finish_reason == "cancelled"
 
 
 async def test_a_prompt_is_left_while_it_is_read(scheduler: Scheduler, model: Model):
@@ -78,7 +78,7 @@ async def test_a_prompt_is_left_while_it_is_read(scheduler: Scheduler, model: Mo
     await reached(lambda: scheduler.num_running == 1)
     ticket.cancel()
     assert await text_of(ticket) == ""
-    assert ticket.finish_reason == "cancelled" and ticket.stats.new_tokens == 0
+    assert ticket.stats.finish_reason == "cancelled" and ticket.stats.new_tokens == 0
 
 
 async def test_a_failure_reaches_its_reader_and_no_other(
@@ -134,7 +134,9 @@ async def test_64_clients_and_random_cancels_on_four_slots(tmp_path: Path):
             if index in leaving:
                 asyncio.get_running_loop().call_later(random.random() * 0.2, ticket.cancel)
             ids = [event.token_id async for events in ticket for event in events]
-            assert ticket.finish_reason is not None and (ticket.finish_reason != "cancelled" or index in leaving)
+            assert ticket.stats.finish_reason is not None and (
+                ticket.stats.finish_reason != "cancelled" or index in leaving
+            )
             return ids
 
         found = await asyncio.gather(*(client(index) for index in range(64)))
