@@ -88,8 +88,8 @@ def hub_errors(repo: str, revision: str = "") -> Iterator[None]:
         errors.RepositoryNotFoundError: f"{at} has no model {repo!r} that this user may read: check the spelling, or "
         f"{_TOKEN}",
         errors.RevisionNotFoundError: f"{repo} at {at} has no revision {revision!r}: see its branches on the hub",
-        errors.OfflineModeIsEnabled: f"HF_HUB_OFFLINE forbids downloads, so {repo} was not asked for at {at}: unset it, "
-        "or give a local file",
+        errors.OfflineModeIsEnabled: f"HF_HUB_OFFLINE forbids downloads, so {repo} was not asked for at {at}: unset "
+        "it, or give a local file",
     }
     try:
         yield
