@@ -322,8 +322,8 @@ class AutoController(Controller):
     def _learn_paid(self, paid: Offer, decided: Round, record: RoundRecord, rows_s: float) -> None:
         """A paid drafter's cost and gain, and what the round gained by it over the best free draft.
 
-        `rows_s`: seconds that the pass took longer than a plain one. A stall is not the drafter's. Without it there would
-        be plain rounds: at the running rate, which it has raised itself, a good drafter would use up its allowance.
+        `rows_s`: seconds that the pass took longer than a plain one. A stall is not the drafter's. Without it there
+        would be plain rounds: at the running rate, which it has raised itself, a good one would use up its allowance.
         """
         state, rate, best = self._states[paid.drafter], decided.prices.rate, decided.best
         plain_rate = 1.0 / decided.prices.pass_s[1]
