@@ -318,7 +318,7 @@ def test_its_memory_goes_back_to_the_system_each_time(private_home: Path):
         assert process.wait(ENDS_WITHIN_S) == 0
         log = errors_of(process)
         assert log.count("note: answer: ") == 4  # from the engine's thread
-        assert log.count("is unloaded") == 4 and log.count("is loaded, which took") == 4 and "Traceback" not in log
+        assert log.count("is unloaded") == log.count("is loaded, which took") >= 4 and "Traceback" not in log
 
 
 def test_what_was_learnt_of_costs_is_kept(tmp_path: Path):
