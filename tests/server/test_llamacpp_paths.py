@@ -77,14 +77,6 @@ def test_n_predict_is_the_limit(client: TestClient, path: str):
     assert ask(client, path, max_tokens=None, n_predict=0)["usage"]["completion_tokens"] == 1, "as 1"
 
 
-def test_a_schema_of_a_json_object(client: TestClient):
-    schema = {"type": "object", "properties": {"n": {"enum": [2, 4]}}, "required": ["n"], "additionalProperties": False}
-    form = {"type": "json_object", "schema": schema}
-    assert json.loads(text_of(ask(client, CHAT, response_format=form, max_tokens=30)))["n"] in (2, 4)
-    wrong = client.post(CHAT, json={"messages": QUESTION, "response_format": {**form, "schema": {"type": "x"}}})
-    assert wrong.json()["error"]["param"] == "response_format.schema"
-
-
 def test_a_prompt_that_does_not_fit_is_told_in_numbers(client: TestClient):
     error = client.post(CHAT, json={"messages": [{"role": "user", "content": "x " * 5000}]}).json()["error"]
     assert (error["type"], error["code"]) == ("exceed_context_size_error", "context_length_exceeded")
