@@ -81,22 +81,18 @@ def render_chat(
     Raises PromptError if a message or argument is not valid or the template rejects the conversation, CapabilityError
     if the template is broken or does something forbidden.
     """
-    given: dict[str, Any] = {"tools": list(tools) if tools else None, "bos_token": bos_token, "eos_token": eos_token}
-    given |= {"add_generation_prompt": add_generation_prompt}
-    found = [_with_thinking(source, message) for message in checked_messages(messages)]
-    return _render(source, given, arguments or {}, found)
-
-
-def _render(source: str, names: Mapping[str, Any], arguments: Mapping[str, Any], found: Sequence[Message]) -> str:
-    """Raises as `render_chat`."""
-    messages, others = with_tools(source, found, names["tools"])
-    given = {**names, "messages": messages, **others}
+    arguments, given_tools = arguments or {}, list(tools) if tools else None
+    found, others = with_tools(
+        source, [_with_thinking(source, each) for each in checked_messages(messages)], given_tools
+    )
+    given: dict[str, Any] = {"messages": found, "tools": given_tools, "bos_token": bos_token, "eos_token": eos_token}
+    given |= {"add_generation_prompt": add_generation_prompt} | others
     for name in arguments:
         if name in given or name not in source:
             what = "gets this from edgespec" if name in given else "does not use it"
             raise PromptError(f"the chat template of this model cannot be given the argument {shown(name)}: it {what}")
     try:
-        return CHILDREN.run(_in_child, source, {**given, **(arguments or {})})
+        return CHILDREN.run(_in_child, source, {**given, **arguments})
     except Overrun as exc:
         raise CapabilityError(f"the model's chat template cannot be used: {exc}; {_FIX}") from exc
     except RecursionError as exc:
@@ -148,25 +144,18 @@ def encode_messages(
     source = vocabulary.chat_template
     if source is None:
         raise PromptError(f"model {model_name!r} has no chat template: use --no-chat-template, or generate()")
-    ids = encode_rendered(vocabulary, _renderer(vocabulary, source), messages, tools, arguments)
+    ends = (vocabulary.bos_id, vocabulary.eos_id)
+    bos, eos = ("" if token_id is None else vocabulary.token_name(token_id) for token_id in ends)
+    takes_short_ids = wants_short_ids(source)
+
+    def render(messages: Sequence[Message], **others: Any) -> str:
+        given = with_short_ids(messages) if takes_short_ids else messages
+        return render_chat(source, given, bos_token=bos, eos_token=eos, **others)
+
+    ids = encode_rendered(vocabulary, render, messages, tools, arguments)
     if vocabulary.adds_bos and vocabulary.bos_id is not None and ids[:1] != [vocabulary.bos_id]:
         ids.insert(0, vocabulary.bos_id)
     return ids
-
-
-def _renderer(vocabulary: Vocabulary, source: str) -> Callable[..., str]:
-    """`render_chat` with the template `source`, as the vocabulary needs it."""
-    bos, eos = (_name_of(vocabulary, token_id) for token_id in (vocabulary.bos_id, vocabulary.eos_id))
-    short = with_short_ids if wants_short_ids(source) else None
-
-    def render(messages: Sequence[Message], **others: Any) -> str:
-        return render_chat(source, short(messages) if short else messages, bos_token=bos, eos_token=eos, **others)
-
-    return render
-
-
-def _name_of(vocabulary: Vocabulary, token_id: int | None) -> str:
-    return "" if token_id is None else vocabulary.token_name(token_id)
 
 
 def num_characters(*values: Any) -> int:

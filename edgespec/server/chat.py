@@ -140,6 +140,14 @@ def can_reason(loaded: Loaded) -> bool:
     return reasoning_marks(template) is not None or "enable_thinking" in template or "reasoning_effort" in template
 
 
+def effort_of(loaded: Loaded, field: str, effort: str | None, notes: list[str]) -> str | None:
+    """The effort that a `field` asks for, where the model can reason; none needs no reasoning."""
+    if effort in (None, "none") or can_reason(loaded):
+        return effort
+    notes.append(f"{field}: this model answers without reasoning")
+    return None
+
+
 def run_by_client(tools: Sequence[Any], notes: list[str]) -> Iterator[tuple[str, Any, Any]]:
     """(place, tool, its type) of those that OpenAI's or Anthropic's servers do not run themselves, which notes name."""
     for index, tool in enumerate(tools):

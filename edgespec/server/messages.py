@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from edgespec.server.answer import Answer, Event, Exchange, Part, Work, events, sse
-from edgespec.server.chat import RUNS_NONE, TEXT_ONLY, Chat, can_reason, prepare, run_by_client
+from edgespec.server.chat import RUNS_NONE, TEXT_ONLY, Chat, effort_of, prepare, run_by_client
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import (
     JsonSchema,
@@ -126,17 +126,10 @@ def _as_chat(loaded: Loaded, request: CountRequest, notes: list[str]) -> Chat:
         chat.parallel_tool_calls = not choice.disable_parallel_tool_use
     if form is not None:
         chat.response_format = ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=form.schema))
-    chat.reasoning_effort = _effort(loaded, request.thinking, notes)
+    if request.thinking is not None:
+        effort = "none" if request.thinking.type in (None, "disabled") else "medium"
+        chat.reasoning_effort = effort_of(loaded, "thinking", effort, notes)
     return chat
-
-
-def _effort(loaded: Loaded, thinking: Thinking | None, notes: list[str]) -> str | None:
-    if thinking is None or thinking.type in (None, "disabled"):
-        return None if thinking is None else "none"
-    if can_reason(loaded):
-        return "medium"
-    notes.append("thinking: this model answers without reasoning")
-    return None
 
 
 def _read_conversation(request: CountRequest) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from edgespec.chat.messages import part_text
 from edgespec.server.answer import Answer, Event, Exchange, Part, Work, events, sse, usage
-from edgespec.server.chat import RUNS_NONE, VERBOSITY, Chat, can_reason, prepare, run_by_client
+from edgespec.server.chat import RUNS_NONE, VERBOSITY, Chat, effort_of, prepare, run_by_client
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import (
     DRAFT_MODEL,
@@ -105,7 +105,7 @@ def read_responses(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) 
         schema = None if text.format.schema is None else JsonSchema(schema=text.format.schema, name=text.format.name)
         form = ResponseFormat(type=text.format.type, json_schema=schema)
     first = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    effort = _read_effort(request, loaded, notes)
+    effort = effort_of(loaded, "reasoning.effort", request.reasoning and request.reasoning.effort, notes)
     chat = Chat(
         **{name: getattr(request, name) for name in (*Sampled.__struct_fields__, "speculative")},
         messages=first + _read_input(request.input),
@@ -128,14 +128,6 @@ def read_responses(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) 
     }
     with sent_as(_SENT_AS):
         return ResponsesExchange(prepare(loaded, chat, notes), echoed, is_stream=bool(request.stream))
-
-
-def _read_effort(request: ResponseRequest, loaded: Loaded, notes: list[str]) -> str | None:
-    effort = None if request.reasoning is None else request.reasoning.effort
-    if effort in (None, "none") or can_reason(loaded):
-        return effort
-    notes.append("reasoning.effort: this model answers without reasoning")
-    return None
 
 
 def _read_input(given: str | list[Any]) -> list[dict[str, Any]]:
