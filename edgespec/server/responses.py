@@ -105,7 +105,8 @@ def read_responses(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) 
         schema = None if text.format.schema is None else JsonSchema(schema=text.format.schema, name=text.format.name)
         form = ResponseFormat(type=text.format.type, json_schema=schema)
     first = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    effort = effort_of(loaded, "reasoning.effort", request.reasoning and request.reasoning.effort, notes)
+    reasoning = request.reasoning or ReasoningOptions()
+    effort = effort_of(loaded, "reasoning.effort", reasoning.effort, notes)
     chat = Chat(
         **{name: getattr(request, name) for name in (*Sampled.__struct_fields__, "speculative")},
         messages=first + _read_input(request.input),
