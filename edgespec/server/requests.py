@@ -18,6 +18,7 @@ from edgespec.server.http_errors import HttpError, bad_request
 
 MAX_JSON_DEPTH = 64
 MAX_CONTAINERS = 1 << 17  # lists and objects of a body: making them is what takes long
+_MOST_UNKNOWN = 32  # fields that notes name
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _HALF_PAIR = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]")
 _PATH = re.compile(r"(.*?)(?: - at `(?:key in )?\$([\w.\[\]]*)`)?", re.DOTALL)
@@ -57,10 +58,12 @@ def read(kind: type[Read], values: Mapping[str, Any], notes: list[str], where: s
         value = given.pop(name, None)
         if value is not None and value not in neutral:
             notes.append(f"{_joined(where, name)}: {why}")
-    for name in given.keys() - {*kind.__struct_fields__}:
-        if given.pop(name) and len(name) < 64:  # some clients send empty values under the names of all servers
-            hint = did_you_mean(name, [*kind.__struct_fields__, *kind.noted, *kind.refused])
-            notes.append(f"{shown(_joined(where, name))}: unknown field{hint}")
+    unknown = sorted(given.keys() - {*kind.__struct_fields__})
+    # Some clients send empty values under the names of all servers that they know.
+    asked = [name for name in unknown if given.pop(name) and len(name) < 64]
+    for name in asked[:_MOST_UNKNOWN]:
+        hint = did_you_mean(name, [*kind.__struct_fields__, *kind.noted, *kind.refused])
+        notes.append(f"{shown(_joined(where, name))}: unknown field{hint}")
     try:
         with _ONE_READER:
             return msgspec.convert(given, kind)
