@@ -187,7 +187,7 @@ def served_models(settings: Sequence[Settings], own: dict[str, Any], options: Se
         served = Served(each, pair, service, parallel, memory)
         if found:  # the first is loaded at once
             served.check()
-        service.may_unload(served)
+        service.residence.begin(served)
         found.append(service)
     if memory is not None:
         memory.services = found

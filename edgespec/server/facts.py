@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from time import time
@@ -32,7 +31,7 @@ def model_object(service: Service, name: str, *, with_status: bool = False) -> d
     found = {"id": name, "object": "model", "created": service.created, "owned_by": "edgespec"}
     found |= {"type": "model", "display_name": name, "created_at": written(service.created)}  # Anthropic's names
     if with_status:
-        status = "loaded" if service.loaded is not None else "loading" if service.is_loading else "unloaded"
+        status = "loaded" if service.loaded is not None else "loading" if service.residence.is_loading else "unloaded"
         found["status"] = {"value": status}
     return found | {"meta": {"n_ctx": service.context_length}}
 
@@ -43,7 +42,7 @@ def health(services: Services) -> tuple[dict[str, Any], int]:
         return {"status": "loading"}, 503
     schedulers = [loaded.scheduler for service in services.all if (loaded := service.loaded) is not None]
     running, waiting = sum(s.num_running for s in schedulers), sum(s.num_waiting for s in schedulers)
-    waiting += sum(service.num_waiting for service in services.all)  # for their model
+    waiting += sum(service.residence.num_waiting for service in services.all)  # for their model
     preparing = sum(s.num_preparing for s in schedulers)
     return {"status": "ok", "running": running, "waiting": waiting, "preparing": preparing}, 200
 
@@ -92,7 +91,7 @@ def metrics_text(services: Services) -> str:
         loaded = service.loaded
         labels = f'{{model="{_escaped(service.name)}"}}' if services.are_several else ""
         counts = (1, loaded.scheduler.num_running, loaded.scheduler.num_waiting) if loaded is not None else (0, 0, 0)
-        for name, count in zip(rows, (*counts[:2], counts[2] + service.num_waiting), strict=True):
+        for name, count in zip(rows, (*counts[:2], counts[2] + service.residence.num_waiting), strict=True):
             rows[name].append((labels, count))
     helps = ("Whether the model is loaded", "Generations that run", "Generations that wait")
     return services.metrics.text({name: (text, rows[name]) for name, text in zip(rows, helps, strict=True)})
@@ -166,9 +165,8 @@ def _running(service: Service, loaded: Loaded) -> dict[str, Any]:
 
 def _expires_at(service: Service) -> str:
     """When the model is unloaded if no request comes."""
-    left_s = math.inf if service.residence is None else service.residence.left_s
     try:
-        return written(time() + left_s)
+        return written(time() + service.residence.left_s)
     except (OverflowError, ValueError):
         return _NEVER
 

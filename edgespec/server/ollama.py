@@ -172,7 +172,7 @@ def _exchange(work: Work, request: OllamaRequest, keep_s: float | None, *, is_ch
 
 
 def _keep(loaded: Loaded, keep_s: float | None) -> None:
-    if keep_s is not None and loaded.residence is not None:
+    if keep_s is not None:
         loaded.residence.keep_for(keep_s)
 
 

@@ -59,7 +59,7 @@ class Places:
         """Wait for what is being unloaded, once all are stopped. A load cannot be interrupted."""
         with self.changed:
             is_over = all(each.is_stopping and not each.is_loading for each in self._all)
-        if is_over:
+        if is_over and self._thread.is_alive():
             self._thread.join(_JOIN_S)
 
     @property
@@ -139,16 +139,18 @@ class Residence:
     long as the model then stays loaded. `name`: what messages call it.
     """
 
+    loading: Loading
+
     def __init__(
         self,
-        loading: Loading,
         unload: Callable[[], None],
         idle_s: float | None,
         places: Places | None = None,
         *,
         name: str = "",
     ) -> None:
-        self.loading, self._unload, self._name = loading, unload, f"model {name!r}"
+        self.can_load = False  # else it stays as it is
+        self._unload, self._name = unload, f"model {name!r}"
         self._usual_s = self._idle_s = math.inf if idle_s is None else idle_s
         self._places = Places() if places is None else places
         self._changed = self._places.changed
@@ -158,6 +160,10 @@ class Residence:
         self._awaited: Future[None] | None = None  # of the users that wait until it is loaded
         self._preloaded: Future[None] | None = None
         self.is_loaded = self.is_loading = self.is_stopping = self._has_to_leave = False
+
+    def begin(self, loading: Loading) -> None:
+        """Load the model when it is needed, and unload it when it is not used."""
+        self.loading, self.can_load = loading, True
         self._places.add(self)
 
     @property
@@ -205,6 +211,8 @@ class Residence:
         with self._changed:
             if self.is_stopping:
                 raise stopping()
+            if not self.is_loaded and not self.can_load:
+                raise HttpError(503, "the model is not loaded: try again soon", code="loading")
             self._num_users += 1
             if self.is_open:
                 return

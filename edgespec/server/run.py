@@ -76,7 +76,7 @@ def bind(binding: Binding) -> socket.socket:
 
 def serve(services: Services, binding: Binding, announce: Callable[[str], None]) -> None:
     """Serve until a signal. The first model is loaded meanwhile, after which `announce` gets the URL; the others are
-    loaded by requests (`Service.may_unload`).
+    loaded by requests (`Residence`).
 
     Answers that run when it is stopped have `drain_s` seconds to end. If it is stopped while a model is being loaded,
     it returns all the same (`is_loading`), and loading goes on: native code cannot be interrupted, so end the process.
@@ -108,7 +108,7 @@ def serve(services: Services, binding: Binding, announce: Callable[[str], None])
         else:
             server.should_exit = True
 
-    loaded = services.default.preload()
+    loaded = services.default.residence.preload()
     loaded.add_done_callback(on_loaded)
     if binding.until_stdin_closes:
         threading.Thread(target=_await_end_of_input, args=(server,), name="edgespec-stdin", daemon=True).start()

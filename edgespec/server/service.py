@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import AsyncIterator, Mapping
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -22,7 +21,7 @@ from edgespec.runtime import Model
 from edgespec.server.http_errors import HttpError, queue_full
 from edgespec.server.metrics import Metrics
 from edgespec.server.requests import wrong
-from edgespec.server.residence import Loading, Places, Residence
+from edgespec.server.residence import Places, Residence
 from edgespec.server.scheduler import Scheduler
 
 
@@ -43,7 +42,7 @@ def without_tag(name: str) -> str:
 class Loaded:
     """A model that answers. `sampling`, `options`: those of requests that choose none; seed None: random for each.
 
-    `reasoning_format`: the same; "none" leaves reasoning in the text. `residence`: None where it always stays loaded.
+    `reasoning_format`: the same; "none" leaves reasoning in the text.
     """
 
     name: str
@@ -51,8 +50,8 @@ class Loaded:
     scheduler: Scheduler
     sampling: Sampling
     options: GenerateOptions
-    reasoning_format: ReasoningFormat = "auto"
-    residence: Residence | None = None
+    reasoning_format: ReasoningFormat
+    residence: Residence
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +96,12 @@ class Service:
     aliases: tuple[str, ...] = ()
     idle_unload_s: float | None = None
     places: Places | None = None
-    residence: Residence | None = None
     ran_with: dict[str, Any] = field(default_factory=dict)
     _known: Known | None = None
+    residence: Residence = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.residence = Residence(self._unload, self.idle_unload_s, self.places, name=self.name)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -130,17 +132,7 @@ class Service:
             "drafter": model.drafter_name,
             "reproducible": model.reproducible,
         }
-        if self.residence is not None:
-            self.residence.has_loaded()
-
-    def may_unload(self, loading: Loading) -> None:
-        """Load the model when it is needed, and unload it when it is not used."""
-        self.residence = Residence(loading, self._unload, self.idle_unload_s, self.places, name=self.name)
-
-    def preload(self) -> Future[None]:
-        """Load it before a request needs it; `may_unload` was called. Raises what loading raises, in the future."""
-        assert self.residence is not None
-        return self.residence.preload()
+        self.residence.has_loaded()
 
     def _unload(self) -> None:
         if (loaded := self.loaded) is not None:
@@ -150,14 +142,10 @@ class Service:
             gc.collect()  # what holds it in a cycle
 
     @property
-    def is_loading(self) -> bool:
-        return self.residence is not None and self.residence.is_loading
-
-    @property
     def known(self) -> Known:
         """Reads the model's files the first time. Raises HttpError and EdgespecError."""
         if self._known is None:
-            self._known = self._of_loaded() if self.residence is None else self.residence.loading.known()
+            self._known = self.residence.loading.known() if self.residence.can_load else self._of_loaded()
         return self._known
 
     def _of_loaded(self) -> Known:
@@ -170,32 +158,21 @@ class Service:
         loaded = self.loaded
         return self.known.context_length if loaded is None else loaded.model.context_length
 
-    @property
-    def answers_at_once(self) -> bool:
-        """Whether a request that comes now need not wait for the model to be loaded."""
-        return self.loaded is not None and (self.residence is None or self.residence.is_open)
-
-    @property
-    def num_waiting(self) -> int:
-        return 0 if self.residence is None else self.residence.num_waiting
-
     @asynccontextmanager
     async def using(self) -> AsyncIterator[Loaded]:
         """What is loaded, which it stays within the block; where it is not, it is loaded first.
 
         Raises HttpError 503 where it cannot be loaded, and when the server stops meanwhile; 429 where too many wait.
         """
-        if self.residence is None:
-            yield self.require()
-            return
-        if self.num_waiting > self.limits.max_queued and not self.answers_at_once:
+        residence = self.residence
+        if residence.num_waiting > self.limits.max_queued and not residence.is_open:
             self.metrics.refused += 1
-            raise queue_full(self.num_waiting)
-        await self.residence.enter()
+            raise queue_full(residence.num_waiting)
+        await residence.enter()
         try:
             yield self.require()
         finally:
-            self.residence.leave()
+            residence.leave()
 
     def require(self) -> Loaded:
         """What is loaded. Raises HttpError 503 before."""
@@ -205,15 +182,13 @@ class Service:
 
     def stop(self) -> None:
         """Accept no more requests; the running one goes on."""
-        if self.residence is not None:
-            self.residence.stop()
+        self.residence.stop()
         if self.loaded is not None:
             self.loaded.scheduler.stop()
 
     def close(self) -> None:
         """End what runs and free the model. Blocks until that is done, but not for a load."""
-        if self.residence is not None:
-            self.residence.close()
+        self.residence.close()
         if self.loaded is not None:
             _free(self.loaded)
 
@@ -254,7 +229,7 @@ class Services:
 
     @property
     def is_loading(self) -> bool:
-        return any(service.is_loading for service in self.all)
+        return any(service.residence.is_loading for service in self.all)
 
     def named(self, name: str | None, path: str = "", notes: list[str] | None = None) -> Service:
         """The one that a request to `path` asks for. `notes`: get that it has another name. Raises HttpError 404 where

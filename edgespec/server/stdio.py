@@ -115,7 +115,7 @@ class _Sidecar:
         writer = threading.Thread(target=self._write, name="edgespec-stdout", daemon=True)
         writer.start()
         self.emit("hello", protocol=PROTOCOL, version=__version__)
-        loaded = self._services.default.preload()
+        loaded = self._services.default.residence.preload()
         loaded.add_done_callback(lambda done: loop.call_soon_threadsafe(self._on_loaded, done))
         threading.Thread(target=self._read, args=(source, loop), name="edgespec-stdin", daemon=True).start()
         with handling(lambda *_: loop.call_soon_threadsafe(self._lines.put_nowait, None)):
