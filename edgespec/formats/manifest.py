@@ -204,9 +204,7 @@ def check_file(file: ModelFile, *, hashed: bool = True, is_large_too: bool = Fal
             )
 
 
-def read_pair(
-    folder: Path, engine: str = "auto", *, check_hashes: bool = True, has_kernels: bool = False
-) -> ModelPair:
+def read_pair(folder: Path, engine: str = "auto", *, check_hashes: bool = True, has_kernels: bool = False) -> ModelPair:
     """The pair that `folder/manifest.toml` describes, its files checked.
 
     `engine` chooses among the files of a role; "auto" takes GGUF where there is one and llama.cpp is installed or
