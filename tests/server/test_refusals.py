@@ -74,7 +74,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
         ({"speculative": 4}, "speculative", "must be bool | object"),
         ({"speculative": {"drafters": "x"}}, "speculative.drafters", "did you mean 'drafter'"),
         ({"speculative": {"drafter": "x"}}, None, "drafter 'x' is not known"),
-        ({"speculative": {"draft_length": 65}}, "draft_length", "at most 64"),
+        ({"speculative": {"draft_length": 65}}, "draft_length", "from 0 to 64"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
         ({"prediction": {"type": "content", "content": 5}}, "prediction.content", "parts of text"),
     ],
