@@ -171,7 +171,9 @@ class AnswerSplitter:
 
     def push(self, token_id: int | None, text: str) -> SplitText:
         """What is certain after a token and the `text` that is known with it; None: no token."""
-        mark = "" if token_id is None else control_text(self._vocabulary, token_id, self._names)
+        mark = ""
+        if self._names and token_id is not None:
+            mark = control_text(self._vocabulary, token_id, self._names)
         self._num_bytes += _num_bytes(text)
         if self.splitter is None:
             return self._parsed("", mark + text)
