@@ -17,7 +17,7 @@ import gguf
 
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.errors import ModelFileError
-from edgespec.export.reference import PROBE_TEXTS, read_tokenizer
+from edgespec.export.check import PROBE_TEXTS, read_tokenizer
 from edgespec.formats.checkpoint import Checkpoint
 from edgespec.formats.gguf.tokenizer import (
     SPACE,
