@@ -190,13 +190,14 @@ def require_packages(formats: tuple[Format, ...], *, torch: bool) -> None:
 
     `torch`: a GGUF is compared with transformers.
     """
-    if "gguf" not in formats:
-        return
-    wanted = ["gguf", *(("torch", "transformers", "safetensors") if torch else ())]
+    with_torch = torch and "gguf" in formats
+    wanted = ["gguf", *(("torch", "transformers", "safetensors") if with_torch else ())]
     if missing := [name for name in wanted if find_spec(name) is None]:
-        light = "; --to gguf --no-check needs only gguf and llama.cpp, --to onnx none of these" if torch else ""
-        raise CapabilityError(f"this export needs {', '.join(missing)}: {install_command('export')}{light}")
-    require_engine("llamacpp", "writing GGUF")
+        light = "; --to gguf --no-check needs only gguf and llama.cpp, --to onnx only gguf" if with_torch else ""
+        extra = "export" if with_torch else "convert"
+        raise CapabilityError(f"this export needs {', '.join(missing)}: {install_command(extra)}{light}")
+    if "gguf" in formats:
+        require_engine("llamacpp", "writing GGUF")
 
 
 def has_transformers() -> bool:

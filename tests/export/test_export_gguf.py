@@ -50,7 +50,7 @@ def test_metadata_of_the_tokenizer(tmp_path: Path):
         ),
         (lambda f: change_json(f / "tokenizer.json", pre_tokenizer=None), "splits text by None"),
         (lambda f: change_json(f / "tokenizer_config.json", eos_token="</s>"), "eos_token '</s>', which .* lacks"),
-        (lambda f: (f / "model.safetensors").unlink(), r"has no model\*\.safetensors"),
+        (lambda f: (f / "model.safetensors").unlink(), r"has no model\.safetensors"),
     ],
 )
 def test_a_bad_folder_is_refused_and_nothing_is_left(tmp_path: Path, break_it: Any, message: str):
@@ -71,4 +71,4 @@ def test_the_shipped_gguf_is_the_shipped_checkpoint(tmp_path: Path, role: str):
 def test_a_missing_package_is_named():
     code = "import sys; sys.modules['gguf'] = None; import edgespec.export.gguf"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert f"CapabilityError: converting to GGUF needs the package gguf: {install_command('convert')}" in done.stderr
+    assert f"CapabilityError: an export needs gguf: {install_command('convert')}" in done.stderr

@@ -21,8 +21,7 @@ import tiny_graphs
 from demo import DEMO, TEST_THREADS
 from edgespec.errors import ModelFileError
 from edgespec.export.gguf.convert import quantise
-from edgespec.export.onnx.weights import kept_in_more
-from edgespec.export.onnx.writer import open_gguf
+from edgespec.export.onnx.writer import kept_in_more, open_gguf
 from edgespec.export.room import facts_of_gguf
 from edgespec.formats.onnx.forms import quantise_blocks
 from edgespec.formats.onnx.four_bits import STORED_TYPES, fit, take_apart

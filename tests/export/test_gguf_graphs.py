@@ -28,8 +28,7 @@ from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.check import check_round_trip
 from edgespec.export.gguf.convert import convert
 from edgespec.export.gguf.tokenizer import check_tokenizer
-from edgespec.export.onnx.weights import GgufWeights
-from edgespec.export.onnx.writer import open_gguf
+from edgespec.export.onnx.writer import GgufWeights, open_gguf
 from edgespec.export.request import GROUP_SIZES
 from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.onnx.forms import quantise_blocks

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from edgespec.formats.architectures import ARCHITECTURES, Architecture, Sizes
-from edgespec.formats.checkpoint import INDEX, Checkpoint
+from edgespec.formats.checkpoint import Checkpoint
 from edgespec.formats.gguf.tokenizer import GPT_4O, LLAMA3, QWEN2, SPACE, TEKKEN
 
 VOCABULARY = 400
@@ -229,7 +229,7 @@ def shard(folder: Path, parts: int = 3) -> dict[str, str]:
         write_safetensors(folder / file, {name: checkpoint.weights(name) for name in mine})
         placed |= dict.fromkeys(mine, file)
     (folder / "model.safetensors").unlink()
-    (folder / INDEX).write_text(json.dumps({"weight_map": placed}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
     return placed
 
 
