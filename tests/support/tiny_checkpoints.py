@@ -83,7 +83,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
             "architectures": ["Gemma2ForCausalLM"],
             "model_type": "gemma2",
             **GEMMA,
-            "query_pre_attn_scalar": 20,
+            "query_pre_attn_scalar": 32,
             "attn_logit_softcapping": 4.0,
             "final_logit_softcapping": 8.0,
             "sliding_window": 6,
@@ -95,7 +95,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
             "architectures": ["Gemma3ForCausalLM"],
             "model_type": "gemma3_text",
             **GEMMA,
-            "query_pre_attn_scalar": 20,
+            "query_pre_attn_scalar": 32,
             "sliding_window": 6,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "rope_local_base_freq": 100.0,
@@ -132,7 +132,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "gemma3-capped": ("gemma3", {"final_logit_softcapping": 5.0}, ()),
     "gemma3-pattern": ("gemma3", {"sliding_window_pattern": 2}, ("layer_types",)),
     # What config.json leaves out, and what it says of layers that are all alike.
-    "gemma3-silent": ("gemma3", {}, ("query_pre_attn_scalar", *UNROTATED)),
+    "gemma3-silent": ("gemma3", {}, UNROTATED),
     "smollm3-silent": ("smollm3", {}, ("rope_theta",)),
     "llama-kinds": ("smollm2", {"sliding_window": 6, "layer_types": ["sliding_attention"] * 3}, ()),
 }

@@ -33,7 +33,6 @@ from edgespec.formats.architectures import (
     Tensor,
     apply,
     architecture_of,
-    attention_factor,
     canonical_name,
     layer_kinds,
     layer_number,
@@ -90,10 +89,8 @@ def convert(
         found = architecture_of(checkpoint)
         sizes = found.sizes(checkpoint)
         plan = plan_tensors(checkpoint, found, sizes)
-        attention_factor(checkpoint, found, sizes)  # which may be impossible: found before anything is written
         tensors: Tensors = {
-            tensor: (planned.shape, partial(_weights, checkpoint, found, sizes, planned))
-            for tensor, planned in plan.items()
+            tensor: (planned.shape, partial(_weights, checkpoint, sizes, planned)) for tensor, planned in plan.items()
         }
         tensors |= rotary_tensors(checkpoint, sizes)
 
@@ -226,10 +223,10 @@ def stored_type(shape: tuple[int, ...], wanted: gguf.GGMLQuantizationType) -> gg
     return wanted if shape[-1] % block == 0 else gguf.GGMLQuantizationType.F16
 
 
-def _weights(checkpoint: Checkpoint, found: Architecture, sizes: Sizes, planned: Planned) -> Weights:
+def _weights(checkpoint: Checkpoint, sizes: Sizes, planned: Planned) -> Weights:
     weights = checkpoint.weights(planned.source)
     checkpoint.check_finite(planned.source, _extremes(weights))
-    return apply(planned.tensor.change, weights, checkpoint, found, sizes)
+    return apply(planned.tensor.change, weights, sizes)
 
 
 def _quantised(weights: Weights, kind: gguf.GGMLQuantizationType, name: str) -> Any:
