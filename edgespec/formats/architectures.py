@@ -247,7 +247,7 @@ def window_frequency_base(config: Config) -> float | None:
 
 
 def llama3_frequency_factors(settings: dict[str, Any], head_dim: int) -> Weights:
-    """Divisors [head_dim / 2] of the rotary frequencies for Llama 3.1's context extension. Raises KeyError, ValueError."""
+    """Divisors [head_dim / 2] of the rotary frequencies for Llama 3.1's context extension. KeyError, ValueError."""
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     factor, low, high, original = (float(settings[key]) for key in keys)
     if not (factor > 0 and original > 0 and high > low):

@@ -233,7 +233,7 @@ def _bad_vocabulary(header: GgufHeader) -> Iterator[str]:
         yield "it has no tokenizer"
     if model in ("none", "no_vocab"):
         yield "it has no vocabulary, so no text can be read or written"
-    tokens = _strings(header, "tokens")
+    tokens = header.tokens
     if not tokens:
         yield "its vocabulary is empty"
         return
@@ -258,8 +258,3 @@ def _values(header: GgufHeader, name: str) -> tuple[Scalar, ...]:
     if found is None or isinstance(found, GgufStrings):
         return ()
     return found.items if isinstance(found, GgufNumbers) else (found,)
-
-
-def _strings(header: GgufHeader, name: str) -> list[bytes]:
-    found = header.metadata.get(f"tokenizer.ggml.{name}")
-    return found.items if isinstance(found, GgufStrings) else []

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.check import HeadKind, check_gguf, head_kind, is_gemma4_drafter, main_layers
-from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, GgufStrings, Scalar, TensorInfo, Value, read_header
+from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, Scalar, TensorInfo, Value, read_header
 
 HeadForm = Literal["eagle3", "dflash", "mtp", "gemma4"]
 NAMES: Mapping[HeadForm, str] = {
@@ -161,8 +161,7 @@ class _Reader:
         self._path, self._header = path, header
         self._tensors = {tensor.name: tensor for tensor in header.tensors}
         self._form: HeadForm | None = "gemma4" if is_gemma4_drafter(header) else head_kind(header)
-        tokens = header.metadata.get("tokenizer.ggml.tokens")
-        self._vocabulary_size = len(tokens) if isinstance(tokens, GgufStrings) else 0
+        self._vocabulary_size = len(header.tokens)
 
     def read(self) -> HeadSizes:
         readers = {"eagle3": self._eagle3, "dflash": self._dflash, "mtp": self._mtp, "gemma4": self._gemma4}

@@ -71,7 +71,7 @@ class GgufModel:
     def hub_config(self) -> dict[str, Any]:
         """config.json, as far as a graph's users read it."""
         config = self.config
-        found: dict[str, Any] = {
+        return {
             "architectures": [self.kind.hub],
             "model_type": self.kind.model_type,
             "hidden_act": "gelu_pytorch_tanh" if config.activation == "gelu" else "silu",
@@ -87,17 +87,6 @@ class GgufModel:
             "rope_theta": config.rope_theta,
             "tie_word_embeddings": self.is_tied,
         }
-        if config.rope_divisors:  # the file holds divisors of frequencies, not the settings that they came from
-            found["rope_scaling"] = {"rope_type": "divisors", "divisors": list(config.rope_divisors)}
-        if config.windowed_layers:
-            found["sliding_window"] = config.window
-            layers = range(config.num_layers)
-            names = ("full_attention", "sliding_attention")
-            found["layer_types"] = [names[layer in config.windowed_layers] for layer in layers]
-        for name, products in (("attention_bias", {"q_proj", "o_proj"}), ("mlp_bias", {"gate_proj", "down_proj"})):
-            if config.biases & products:
-                found[name] = True
-        return found
 
 
 def read_model(path: Path, header: GgufHeader, *, nextn: bool = False) -> GgufModel:
