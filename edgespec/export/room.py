@@ -17,6 +17,7 @@ from edgespec.formats.architectures import is_tied
 from edgespec.formats.checkpoint import Checkpoint, named_architecture
 from edgespec.formats.gguf.model import GgufModel
 from edgespec.formats.hub_folder import read_json
+from edgespec.formats.onnx.llama_config import WRITABLE
 from edgespec.platform.memory import free_memory
 
 # Bits per weight, block scales included; for mixtures, of their heavier tensors.
@@ -58,7 +59,7 @@ class Facts:
 def facts_of_gguf(model: GgufModel) -> Facts:
     config = model.config
     return Facts(
-        architecture=model.kind.hub,
+        architecture=WRITABLE[model.header.architecture][0],
         num_parameters=model.num_parameters,
         table_parameters=config.vocab_size * config.hidden_size,
         stored_bytes=model.header.data_bytes,

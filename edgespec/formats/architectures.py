@@ -35,7 +35,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes in config.json that determine tensor shapes."""
+    """The sizes in config.json that determine tensor shapes; `others`: of some architectures, by their letters."""
 
     layers: int
     width: int
@@ -48,6 +48,7 @@ class Sizes:
     experts: int = 0
     expert_inner: int = 0
     per_layer: int = 0
+    others: Mapping[str, int] = field(default_factory=dict)
 
     def shape(self, letters: str) -> tuple[int, ...]:
         """'q d' -> (heads * head_dim, width)."""
@@ -69,6 +70,9 @@ class Sizes:
             "p": self.per_layer,
             "P": self.per_layer * self.layers,
             "1": 1,
+            "2d": 2 * self.width,
+            "2q": 2 * self.heads * self.head_dim,
+            **self.others,
         }
         return tuple(numbers[letter] for letter in letters.split())
 

@@ -237,7 +237,7 @@ def test_an_architecture_that_is_not_known_is_refused(tmp_path: Path):
         open_gguf(path)
     with pytest.raises(ModelFileError, match="runs as it is, on its own kernels; allowed for an export"):
         open_gguf(write(tmp_path / "tiny.gguf", MIXTURES["qwen3moe"]))
-    assert tuple(name for name, kind in KINDS.items() if kind.table is None) == WRITABLE
+    assert KINDS.keys() >= WRITABLE.keys()
 
 
 def test_heads_that_onnx_runtime_cannot_rotate_are_refused(tmp_path: Path):
