@@ -336,7 +336,7 @@ class _Export:
             self._convert(role, quant, path, progress)
         else:
             assert weights is not None
-            quantise(weights.path, path, quant, threads=self.request.threads, progress=progress)
+            quantise(weights.path, path, quant, threads=self.request.threads)
         return Artefact("gguf", role, quant, path.name, (), self.models[role].facts.num_parameters)
 
     def _onnx(self, role: str, quant: str, weights: Weights | None, progress: Progress) -> Artefact:

@@ -14,10 +14,9 @@ import pytest
 
 from demo import DEMO, TEST_THREADS
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.llamacpp.heads import try_head
 from edgespec.engines.trial import check_model_files
 from edgespec.errors import CapabilityError, ModelFileError, VocabularyMismatch
-from edgespec.formats.gguf.heads import MAX_BLOCK, head_kind_of, read_head
+from edgespec.formats.gguf.heads import MAX_CHAIN, MAX_CHAIN_LAYERS, head_kind_of, read_head
 from tiny_dflash import LAYERS, MASK_ID, TARGET, WIDTH, HeadShape, write_dflash
 from tiny_gguf import write_model
 from tiny_head import write_head
@@ -155,21 +154,12 @@ def test_a_head_of_another_target_is_refused(target: LlamaCppEngine, tmp_path: P
         target.load_head(renamed)
 
 
-@pytest.mark.parametrize("layers", [1, 2, 6])
-def test_the_longest_markov_chain_that_is_taken_runs(tmp_path: Path, layers: int) -> None:
+def test_the_longest_markov_chain_that_is_taken_runs(tmp_path: Path) -> None:
     """llama.cpp ends the process where its graph has more nodes than it made room for."""
-    shape = replace(DSPARK, layers=layers, drafted=100, has_extras=True, kv_heads=4)
-    path = tmp_path / "head.gguf"
-    for block in range(MAX_BLOCK, 1, -1):
-        write_dflash(path, replace(shape, block=block))
-        try:
-            sizes = read_head(path)
-        except CapabilityError as exc:
-            assert "smaller blocks" in str(exc)
-            continue
-        break
-    assert 12 < sizes.block_size < MAX_BLOCK
+    shape = replace(DSPARK, layers=MAX_CHAIN_LAYERS, block=MAX_CHAIN, drafted=100, has_extras=True, kv_heads=4)
+    path = write_dflash(tmp_path / "head.gguf", shape)
     code = "import sys, pathlib; from edgespec.engines.llamacpp.heads import try_head"
     code += "; try_head(pathlib.Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(path)], check=True)
-    try_head(path)
+    with pytest.raises(CapabilityError, match=f"blocks of 17 tokens; allowed: 8 layers and {MAX_CHAIN} tokens"):
+        read_head(write_dflash(path, replace(shape, block=MAX_CHAIN + 1)))
