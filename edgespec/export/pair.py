@@ -216,8 +216,6 @@ def _check_architecture(request: ExportRequest, model: SourceModel, source: Sour
 
     kind = model.facts.architecture
     graphs = [name for name, table in ARCHITECTURES.items() if table.name in WRITABLE]
-    if "gguf" in request.formats and kind not in ARCHITECTURES:
-        raise unsupported(model.name, kind, "GGUF", ARCHITECTURES)
     if request.writes_graphs and kind not in graphs:
         raise unsupported(model.name, kind, "ONNX by edgespec's own writer", graphs)
     check_checkpoint(source.folder, has_weights=not source.missing)

@@ -12,23 +12,11 @@ import pytest
 pytest.importorskip("gguf", reason="conversion needs the package gguf: scripts/run.py install export")
 safetensors = pytest.importorskip("safetensors.numpy", reason="writing test folders needs the package safetensors")
 
-from gguf.gguf_reader import GGUFReader  # noqa: E402
 
 from demo import DEMO, change_json, changed_copy  # noqa: E402
 from edgespec.errors import ModelFileError  # noqa: E402
 from edgespec.export.gguf.convert import convert  # noqa: E402
 from edgespec.installation import install_command  # noqa: E402
-
-
-def test_metadata_of_the_tokenizer(tmp_path: Path):
-    convert(DEMO / "hf" / "draft", tmp_path / "out.gguf", "f32", licence="mit")
-    fields = GGUFReader(tmp_path / "out.gguf").fields
-    assert fields["tokenizer.ggml.model"].contents() == "gpt2"
-    assert fields["tokenizer.ggml.pre"].contents() == "qwen2"
-    assert fields["tokenizer.ggml.add_bos_token"].contents() is False
-    assert fields["tokenizer.ggml.bos_token_id"].contents() == 0
-    assert fields["general.license"].contents() == "mit"
-    assert fields["tokenizer.chat_template"].contents() == (DEMO / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -110,17 +110,6 @@ def test_a_graph_of_4_bit_weights_computes_what_they_do(kind: str, limit: float,
     assert mean_kl(logits(graph(path, tmp_path / "made")), exact) < limit
 
 
-def test_blocks_around_zero_need_no_further_operators(tmp_path: Path):
-    found = {}
-    for kind in ("Q4_0", "Q4_1"):
-        path = write_model(tmp_path / f"{kind}.gguf", Shape(weights=Q[kind]))
-        found[kind] = operators(graph(path, tmp_path / kind))
-    assert found["Q4_0"]["4 bits"] == found["Q4_1"]["4 bits, zero points"] == 2 * 5
-    assert not found["Q4_0"]["AveragePool"] and not found["Q4_0"]["4 bits, zero points"]
-    assert found["Q4_1"]["AveragePool"] == found["Q4_1"]["Concat"] == 2 * 4  # queries, keys, values share theirs
-    assert found["Q4_0"]["8 bits"] == found["Q4_1"]["8 bits"] == 1  # the head
-
-
 def test_a_mix_of_types_is_kept(q4_k_m_path: Path, tmp_path: Path):
     model = open_gguf(q4_k_m_path)
     kept = kept_in_more(model)

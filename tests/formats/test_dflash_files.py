@@ -53,11 +53,9 @@ def test_a_sound_head_is_told_from_others(target: LlamaCppEngine, tiny_path: Pat
     [
         ({"dflash.hyper_connection.count": 4}, {}, "DeepSeek-V4's layers"),
         ({"dflash.selector_rank": 8}, {}, "DFlash2 head"),
-        ({"dflash.selector_top_k": 4}, {}, "DFlash2 head"),
         ({}, {"selector_hidden.weight": np.ones((8, WIDTH), np.float32)}, "DFlash2 head"),
         ({}, {"blk.0.attn_conv_proj.weight": np.ones((8, WIDTH), np.float32)}, "DFlash2 head"),
         ({"dflash.rope.dimension_sections": [8, 0, 0, 0]}, {}, "also reads images"),
-        ({"dflash.rope.dimension_sections": 8}, {}, "also reads images"),
     ],
 )  # fmt: skip
 def test_a_variant_that_does_not_run_is_named(
@@ -76,17 +74,11 @@ def ones(*shape: int) -> np.ndarray:
     ("metadata", "tensors", "reason"),
     [
         ({"tokenizer.ggml.mask_token_id": None}, {}, r"mask_token_id is None, a token of 0\.\.298"),
-        ({"tokenizer.ggml.mask_token_id": 299}, {}, "mask_token_id is 299"),
         ({"dflash.block_size": None}, {}, "block_size is None"),
-        ({"dflash.block_size": 0}, {}, "block_size is 0"),
-        ({"dflash.block_size": 1}, {}, r"block_size is 1, 2\.\.64"),
         ({"dflash.block_size": 65}, {}, r"block_size is 65, 2\.\.64"),
         ({"dflash.block_size": "six"}, {}, "block_size is 'six'"),
-        ({"dflash.target_layers": None}, {}, "one or more different ones"),
         ({"dflash.target_layers": [0, 1, 1]}, {}, "one or more different ones"),
-        ({"dflash.target_layers": [0, 1, -1]}, {}, "one or more different ones"),
         ({"dflash.rope.dimension_count": 15}, {}, "rotates 15 of 16"),
-        ({"dflash.attention.sliding_window": 8}, {}, "names a sliding window"),
         ({"dflash.attention.sliding_window": 8, "dflash.attention.sliding_window_pattern": [False, False]}, {},
          "names a sliding window"),
         ({"dflash.attention.causal": "no"}, {}, "causal is 'no', true or false"),
@@ -121,15 +113,6 @@ def test_what_llama_cpp_finds_is_told_in_its_words(tmp_path: Path) -> None:
         path = write_dflash(tmp_path / f"{number}.gguf", metadata=metadata, tensors={**own, **tensors})
         with pytest.raises(ModelFileError, match=said):
             check_model_files({path: False})
-
-
-def test_a_truncated_head_is_refused(target: LlamaCppEngine, tmp_path: Path) -> None:
-    whole = write_dflash(tmp_path / "head.gguf").read_bytes()
-    for size in (10, len(whole) // 4, len(whole) - 2000):
-        path = tmp_path / f"cut{size}.gguf"
-        path.write_bytes(whole[:size])
-        with pytest.raises(ModelFileError):
-            target.load_head(path)
 
 
 def test_a_head_of_another_target_is_refused(target: LlamaCppEngine, tmp_path: Path) -> None:
