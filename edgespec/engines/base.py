@@ -40,7 +40,6 @@ class EngineFacts:
     device: str
     threads: int
     row_cost: float = 0.2  # a guess at what a further row adds to a pass over one, until passes tell
-    padding_cost: float = 1.0  # time of a single-token pass that is padded into the class over one that is not
     prompt_block: int = 0  # with a narrow class, most rows of a pass that reads a prompt; 0: these keep to the class
     can_pack: bool = False  # rows of several sequences may share a pass; with a pinned class each keeps its bits
     splits_passes: bool = False  # it runs as several passes where these have different numbers of rows
@@ -174,7 +173,7 @@ class Engine(Closing, ABC):
 
     def drop_class(self) -> None:
         """Leave reproducible mode, because passes of the pinned class gave different bits; padding ends."""
-        self.facts = replace(self.facts, pinned_class=None, prompt_block=0, padding_cost=1.0)
+        self.facts = replace(self.facts, pinned_class=None, prompt_block=0)
 
     def set_threads(self, threads: int) -> bool:
         """Use `threads` threads from the next pass on; whether the engine can. Not to be called during a pass.

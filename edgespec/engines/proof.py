@@ -13,13 +13,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
-from time import perf_counter
 
 import numpy as np
 
 from edgespec.engines.base import Engine
-from edgespec.engines.progress import Work
 from edgespec.errors import CapabilityError, UsageError
 from edgespec.types import Batch, TokenIds
 
@@ -30,7 +27,6 @@ SURVEY_ROWS, CONFIRM_ROWS = 16, 128
 BEGINNING, EARLY_ROWS = 48, 36  # attention may have other kernels for short texts, in ONNX Runtime up to 64 cells
 EMITTED = 12  # rows of the survey whose tokens the model chose itself
 WidthClass = tuple[int, int]
-WHAT = "checking that passes of every width give the same bits (once per model)"
 # Typical input: prose, code, JSON, several languages. It is tokenised with the model's own vocabulary.
 TEXT = """The committee met on Tuesday, 14 March 1989, to discuss the bridge over the Severn; nobody had expected rain.
 "Why not wait until spring?" asked Dr. Alvarez. She had measured 3.75 m of water at the north pier, up 12% in a week.
@@ -55,7 +51,6 @@ class Bits:
 
     rows: dict[int, bytes] = field(default_factory=dict)
     cache: bytes = b""
-    seconds: float = 0.0  # median of a pass
 
     def agrees(self, other: Bits) -> bool:
         """Whether the caches are equal, and the logits at all positions that both have."""
@@ -91,17 +86,14 @@ def survey(engine: Engine, widest: int, most_low: int) -> dict[int, Bits]:
     above `most_low`, which nobody would use.
     """
     widths = (widest, *range(1, min(EVERY_WIDTH_TO, widest - 1) + 1), *_between(widest))
-    work, found = Work(1 + len(widths), WHAT), dict[int, Bits]()
+    found: dict[int, Bits] = {}
     try:
         ids = proving_text(engine, widest)
-        work.step()
         for width in widths:
             found[width] = passes_of(engine, ids, max(ids.size - max(width, SURVEY_ROWS), 0), width)
-            work.step()
             narrow = {each: found[each] for each in found if each <= width}
             if most_low < width < widest and any(low == width for low, _ in classes(narrow)):
                 found.pop(widest)  # it would seem to agree with all that were left out
-                work.step(work.total)
                 break
     finally:
         engine.rollback(0)
@@ -150,37 +142,30 @@ def confirm(engine: Engine, width: int, pair: WidthClass) -> bool:
     parts = [(max(ids.size - CONFIRM_ROWS, 0), ids.size)]
     if ids.size >= BEGINNING + EARLY_ROWS:
         parts.append((BEGINNING, BEGINNING + EARLY_ROWS))
-    work = Work(2 * len(parts), WHAT)
     try:
-        return all(_confirm_part(engine, ids[:stop], start, (high, width), work) for start, stop in parts)
+        return all(_confirm_part(engine, ids[:stop], start, (high, width)) for start, stop in parts)
     finally:
         engine.rollback(0)
 
 
-def _confirm_part(engine: Engine, ids: TokenIds, start: int, widths: tuple[int, int], work: Work) -> bool:
+def _confirm_part(engine: Engine, ids: TokenIds, start: int, widths: tuple[int, int]) -> bool:
     """Whether passes of both widths give the tokens from `start` on the same bits."""
     engine.rollback(0)
     _read(engine, ids[:start])
-    found = []
-    for width in widths:
-        found.append(passes_of(engine, ids, start, width))
-        work.step()
-    return found[0].agrees(found[1])
+    one, other = (passes_of(engine, ids, start, width) for width in widths)
+    return one.agrees(other)
 
 
 def passes_of(engine: Engine, ids: TokenIds, start: int, width: int) -> Bits:
     """Score the tokens from `start` on in passes of exactly `width` rows; the last one may repeat rows."""
     found = Bits()
-    taken: list[float] = []
     for end in _ends(start, ids.size, width):
         if engine.length() > end - width:
             engine.rollback(end - width)
-        started_s = perf_counter()
         logits = engine.forward(Batch.chain(ids[end - width : end]))
-        taken.append(perf_counter() - started_s)
         for position, row in enumerate(logits, start=end - width):
             found.rows[position] = hashlib.blake2b(row.tobytes(), digest_size=16).digest()
-    found.cache, found.seconds = _cache_digest(engine), median(taken)
+    found.cache = _cache_digest(engine)
     return found
 
 

@@ -21,11 +21,11 @@ from edgespec.engines.proof import EVERY_WIDTH_TO, WidthClass, without
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError
 from edgespec.platform import disk_cache
-from edgespec.platform.disk_cache import Seconds, key_of
+from edgespec.platform.disk_cache import key_of
 from edgespec.types import Logits
 
 logger = logging.getLogger("edgespec")
-METHOD = 5  # increase it when the test changes, so that older results are not used
+METHOD = 6  # increase it when the test changes, so that older results are not used
 MAX_PADDED_WIDTH = 4
 WIDE_ENOUGH_FOR_PROMPTS = 32
 SHARE = 0.004  # most of the time of all passes that ClassWatch may take
@@ -34,21 +34,14 @@ BLOCK = 128  # rows of a pass that reads a prompt beside a narrow class; on CPUs
 
 @dataclass(frozen=True, slots=True)
 class Proved:
-    """The classes of a model, the seconds of a pass by width, and whether a class was later found to be wrong."""
+    """The classes of a model, and whether one was later found to be wrong."""
 
     classes: tuple[WidthClass, ...]
-    seconds: dict[int, Seconds]
     refuted: bool = False
 
     @property
     def pinned(self) -> WidthClass | None:
         return None if self.refuted else choose_class(self.classes)
-
-    @property
-    def padding_cost(self) -> float:
-        """Time of a single-token pass that is padded into the class, over one that is not."""
-        pinned = self.pinned
-        return self.seconds[pinned[0]] / self.seconds[1] if pinned and pinned[0] in self.seconds else 1.0
 
 
 def pinned_facts(engine: Engine, key: str, *, widest: int, advice: str) -> EngineFacts:
@@ -58,7 +51,7 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, advice: str) -> Engin
     where there is no class.
     """
     engine.class_key = key
-    found = _proved(engine, key, widest) if engine.facts.can_rollback else Proved((), {})
+    found = _proved(engine, key, widest) if engine.facts.can_rollback else Proved(())
     pinned = found.pinned
     if pinned is None:
         raise CapabilityError(_why_none(found, advice))
@@ -75,7 +68,6 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, advice: str) -> Engin
         max_batch=max_batch,
         can_pack=False,
         splits_passes=False,
-        padding_cost=found.padding_cost,
         prompt_block=block,
     )
 
@@ -93,9 +85,7 @@ def _reads_alike(engine: Engine, key: str) -> bool:
 
 def refute(engine: Engine) -> None:
     """Drop the class of an engine, now and in later runs, because a pass gave other bits than its class requires."""
-    facts = engine.facts
-    found = Proved(facts.width_classes, {}, refuted=True)
-    disk_cache.put("widths", engine.class_key, found)
+    disk_cache.put("widths", engine.class_key, Proved(engine.facts.width_classes, refuted=True))
     engine.drop_class()
 
 
@@ -105,8 +95,7 @@ def _proved(engine: Engine, key: str, widest: int) -> Proved:
     if kept is not None and all(1 <= low <= high <= widest for low, high in kept.classes):
         return kept
     logger.info("testing which pass widths give equal bits with this model, once")
-    surveyed = proof.survey(engine, widest, MAX_PADDED_WIDTH)
-    found = Proved(proof.classes(surveyed), {width: bits.seconds for width, bits in surveyed.items()})
+    found = Proved(proof.classes(proof.survey(engine, widest, MAX_PADDED_WIDTH)))
     while (pinned := found.pinned) is not None and not proof.confirm(engine, pinned[0], pinned):
         found = replace(found, classes=without(found.classes, pinned[0]))
     disk_cache.put("widths", key, found)

@@ -208,7 +208,7 @@ def test_the_first_class_of_several_widths_is_chosen():
 def finding(*classes):
     """A survey that finds these classes of widths."""
     numbered = {width: number for number, (low, high) in enumerate(classes) for width in range(low, high + 1)}
-    return lambda *_: {width: Bits(cache=bytes([number]), seconds=1.0) for width, number in numbered.items()}
+    return lambda *_: {width: Bits(cache=bytes([number])) for width, number in numbered.items()}
 
 
 def test_classes_are_measured_once_per_file_and_settings(target_path, monkeypatch):

@@ -71,33 +71,6 @@ def surveyed(engine: LyingTable) -> tuple[proof.WidthClass, ...]:
     return proof.classes(proof.survey(engine, 63, 63))
 
 
-class Enough(Exception):
-    """A user who does not want to wait."""
-
-
-@pytest.mark.usefixtures("without_kernels")
-def test_a_load_reports_the_progress_of_its_proof_and_is_interrupted_by_its_listener(
-    target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
-    heard: list[tuple[int, int, str]] = []
-
-    def on_progress(done: int, total: int, what: str) -> None:
-        heard.append((done, total, what))
-        if len(heard) == 20:
-            raise Enough
-
-    options = {"drafter": "none", "reproducible": True, "context_length": 384, "threads": 1}
-    with pytest.raises(Enough):
-        edgespec.load(str(target_path), on_progress=on_progress, **options)  # type: ignore[arg-type]
-    edgespec.load(str(target_path), on_progress=on_progress, **options).close()  # type: ignore[arg-type]
-    assert heard[-1][0] == heard[-1][1] > 0
-    assert all(0 <= done <= total and "same bits" in what for done, total, what in heard)
-    count = len(heard)
-    edgespec.load(str(target_path), on_progress=on_progress, **options).close()  # type: ignore[arg-type]
-    assert len(heard) == count
-
-
 def test_a_lone_row_that_differs_on_real_tokens_only_is_kept_apart() -> None:
     """Random ids of a padded vocabulary seldom meet a trained token: such a probe joined these widths."""
     found = surveyed(table())
