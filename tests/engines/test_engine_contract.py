@@ -321,16 +321,6 @@ def test_sequences_in_one_batch_score_as_alone(engine):
         assert engine.length(sequence) == own.size
 
 
-def test_trees_of_a_single_sequence_keep_their_bits_in_reproducible_mode(target_path: Path) -> None:
-    """With several sequences, as in the other tests here, llama.cpp scores chains only in that mode."""
-    with LlamaCppEngine.load(target_path, context_length=CONTEXT, threads=TEST_THREADS, reproducible=True) as engine:
-        assert engine.facts.pinned_class and engine.facts.can_tree
-        test_every_row_of_a_tree_scores_as_its_path_alone(engine)
-        for node in range(-1, 6):
-            engine.rollback(0)
-            test_going_on_from_a_kept_path_is_going_on_from_its_tokens(engine, node)
-
-
 def test_trees_of_several_sequences_share_a_batch(engine):
     needs_trees(engine)
     draft = side_draft(engine)

@@ -78,7 +78,7 @@ def test_states_of_a_branch_follow_the_branch(target_path: Path) -> None:
     tree = Draft(
         np.array([9, IDS[11], 9, IDS[12]], np.int32), np.array([-1, -1, 0, 1], np.int32), np.ones(4, np.float32)
     )
-    with LlamaCppEngine.load(target_path, threads=TEST_THREADS, context_length=512, reproducible=True) as engine:
+    with LlamaCppEngine.load(target_path, threads=TEST_THREADS, context_length=512, reproducible=False) as engine:
         straight = CachedSequence(engine)
         straight.keep_features(True)
         straight.feed(IDS[:13])

@@ -1,10 +1,10 @@
 """The llama.cpp engine, on the library's low-level functions.
 
-One unified KV cache holds all sequences; where they need no branches, and in reproducible mode, each has a stream of
-its own. A cache of keys and values is shortened by dropping cells. A running state (`running_state`) is not: it can
-drop the last rows of a pass where the library has snapshots of it, and return to copies of it at lengths that a caller
-chose. Layers with a sliding window keep all their cells, but llama.cpp saves only those in the window: a text that was
-loaded can be continued, not shortened.
+One unified KV cache holds all sequences; where they need no branches, and in reproducible mode, which scores chains
+only, each has a stream of its own. A cache of keys and values is shortened by dropping cells. A running state
+(`running_state`) is not: it can drop the last rows of a pass where the library has snapshots of it, and return to
+copies of it at lengths that a caller chose. Layers with a sliding window keep all their cells, but llama.cpp saves only
+those in the window: a text that was loaded can be continued, not shortened.
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ class LlamaCppEngine(BookedEngine):
         self._rows = RowBuffer(settings.batch_capacity, settings.sequence_ids)
         self._book = SequenceBook(settings.max_sequences)
         self._cells = Cells(context, settings, self._book)
-        self._scratch_id = settings.scratch_id
         self._place = 0, 0  # address and rows of the logits
         self._all_logits = np.zeros((0, 0), np.float32)
         self._checkpoints = Checkpoints()
@@ -149,7 +148,7 @@ class LlamaCppEngine(BookedEngine):
         """One pass, padded into the pinned class; the caller adds its rows to the sequences' lengths."""
         low = self.facts.pinned_class[0] if self.facts.pinned_class else 1
         self._rows.fill(batch, placed, self._cells.prepare(placed))
-        self._rows.pad(low, self._scratch_id)
+        self._rows.pad(low)
         self._hidden_states.prepare(self._rows, batch.width)
         # The last layer and the head run on rows with logits only, whose number must be in the class as well.
         kept = self._rows.widen_outputs(batch.outputs, low)
@@ -288,31 +287,10 @@ class LlamaCppEngine(BookedEngine):
         return self._checkpoints.latest(to_length, sequence)
 
     def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
-        """In reproducible mode an accepted side branch is decoded again as a chain."""
-        if not part.is_tree:
-            self._truncate(part.base + len(path), sequence)
-        elif self.facts.pinned_class and path != list(range(len(path))):
-            self._decode_again(part.token_ids[path], part.base, sequence)
-        else:
+        if part.is_tree:
             self._cells.keep_branch(path, part, sequence)
-
-    def _decode_again(self, token_ids: TokenIds, base: int, sequence: int) -> None:
-        """The cells of a side branch are in another order than its tokens, and attention adds in the order of cells."""
-        self._cells.drop_from(base, sequence)
-        self._book.forget_last(sequence)
-        was_cancelled, gave_hidden = self._is_cancelled, self._hidden_states.are_wanted
-        self._hidden_states.are_wanted = False  # it would overwrite more rows of logits than are saved here
-        self._is_cancelled = False
-        low = self.facts.pinned_class[0] if self.facts.pinned_class else 1
-        scored = self._logits(slice(0, low))
-        before = scored.copy()
-        try:
-            self.forward(Batch.chain(token_ids, sequence=sequence, last_only=True))
-        finally:
-            scored[:] = before
-            self._hidden_states.are_wanted = gave_hidden
-            if was_cancelled:
-                self._is_cancelled = True
+        else:
+            self._truncate(part.base + len(path), sequence)
 
     def _copy(self, source: int, destination: int) -> None:
         self._book.forget_last(destination)

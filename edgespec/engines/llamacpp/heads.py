@@ -424,7 +424,7 @@ def pass_bytes(sizes: HeadSizes) -> int:
     if sizes.form == "mtp":
         return 2 * rows * row_bytes
     if sizes.form == "gemma4":  # a row for each sequence id of the target, as llama.cpp reserves them, and a copy
-        return (MAX_BRANCHES + 3) * row_bytes
+        return (MAX_BRANCHES + 2) * row_bytes
     if sizes.form == "eagle3":
         return rows * (2 * row_bytes + 4 * (sizes.num_drafted + sizes.feature_width + 8 * sizes.width))
     # A Markov head works on copies of the block's logits: the number is what was measured.

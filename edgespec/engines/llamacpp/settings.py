@@ -105,9 +105,8 @@ class ContextSettings(ModelUse):
 
     @property
     def sequence_ids(self) -> int:
-        """Ids that llama.cpp keeps apart: sequences, branches beyond each tree's main chain, the scratch id."""
-        alone = self.streams or self.keeps_state  # each id would take a whole state
-        return self.max_sequences if alone else self.max_sequences + self.max_branches + 1
+        """Ids that llama.cpp keeps apart: sequences, and branches beyond each tree's main chain."""
+        return self.max_sequences + self.max_branches
 
     @property
     def place(self) -> str:
@@ -119,21 +118,16 @@ class ContextSettings(ModelUse):
         return "rpc " + ",".join(self.endpoints) if self.endpoints else "gpu"
 
     @property
-    def scratch_id(self) -> int:
-        """The id of padding rows; -1 where they go behind the rows of a sequence, or where nothing is padded."""
-        return -1 if self.streams or self.keeps_state else self.sequence_ids - 1
-
-    @property
     def batch_capacity(self) -> int:
         return max(self.max_batch, self.widest)
 
     @property
     def cells(self) -> int:
-        """KV cells: every sequence full, and room for scratch rows on top."""
+        """KV cells: every sequence full, and behind each, where passes may be padded, room for that."""
+        length = self.context_length + (self.widest if self.reproducible else 0)
         if self.streams:
-            length = self.context_length + (self.widest if self.reproducible else 0)  # only asked for, it may pad
-            return -(-length // CELLS_MULTIPLE) * CELLS_MULTIPLE * self.max_sequences
-        return self.context_length * self.max_sequences + self.widest
+            length = -(-length // CELLS_MULTIPLE) * CELLS_MULTIPLE
+        return length * self.max_sequences
 
     @property
     def flash_attention_type(self) -> int:
@@ -152,12 +146,13 @@ class ContextSettings(ModelUse):
 def has_streams(settings: ContextSettings, *, has_window: bool) -> bool:
     """Whether each sequence of a model gets cells of its own, with its final settings but for that.
 
-    `has_window`: in cells that sequences share llama.cpp may overwrite those behind a sliding window, to which a
-    rollback returns.
+    In reproducible mode it does: the cells of a side branch are in another order than its tokens, and attention adds in
+    the order of cells. `has_window`: in cells that sequences share llama.cpp may overwrite those behind a sliding
+    window, to which a rollback returns.
     """
-    if settings.max_sequences == 1 or settings.keeps_state:
+    if settings.keeps_state:
         return False
-    return has_window or not settings.max_branches or bool(settings.reproducible)
+    return bool(settings.reproducible) or (settings.max_sequences > 1 and (has_window or not settings.max_branches))
 
 
 def choose_context_length(path: Path, trained: int | None, asked: int | None, default: int = DEFAULT_CONTEXT) -> int:
