@@ -75,7 +75,7 @@ class Engine(Closing, ABC):
     facts: EngineFacts
     vocabulary: Vocabulary
     class_key: str = ""  # under which its width classes are cached; empty: they follow from how its kernels are made
-    state_layers: tuple[int, ...] = ()  # ascending; their inputs come with the hidden states
+    state_layers: tuple[int, ...] = ()  # ascending, counted from 0; their inputs come with the hidden states
     states_of: StatesOf = "scored rows"
 
     @abstractmethod
@@ -141,25 +141,10 @@ class Engine(Closing, ABC):
         """Hidden states [rows, width] of the last pass, of one sequence only; a view as `forward`'s, or a copy.
 
         The last ones are the input of the head, after the final norm; the inputs of `state_layers` precede them, in
-        their order, as wide each. Rows that have none (`states_of`) are 0. Raises CapabilityError unless
-        `give_hidden_states` was called before that pass.
+        their order, as wide each, or are all there is, where a head reads no others. Rows that have none (`states_of`)
+        are 0. Raises CapabilityError unless `give_hidden_states` was called before that pass.
         """
         raise CapabilityError(f"the {self.facts.name} engine gives no hidden states of this model")
-
-    def give_layer_inputs(self, layers: tuple[int, ...]) -> None:
-        """From the next pass on, keep the inputs of `layers`, counted from 0, for all rows; no layers: stop doing so.
-
-        Logits keep their bits. Raises CapabilityError where the engine, the model or a layer gives none.
-        """
-        if layers:
-            raise CapabilityError(f"the {self.facts.name} engine gives no layer inputs: use a GGUF target")
-
-    def layer_inputs(self) -> NDArray[np.float32]:
-        """A copy [rows, layers * hidden size] of the last pass, in the layers' order, of all rows in batch order.
-
-        Raises CapabilityError unless `give_layer_inputs` was called before that pass.
-        """
-        raise CapabilityError(f"the {self.facts.name} engine gives no layer inputs: use a GGUF target")
 
     def embed(self, token_ids: TokenIds, pooling: PoolingName) -> NDArray[np.float32]:
         """The embedding [hidden size] of a text of 1 to `facts.context_length` tokens, not normalised.

@@ -37,8 +37,6 @@ class PassRequest(NamedTuple):
         self.cache.took_part(0)
         if self.hidden is not None:
             self.cache.engine.give_hidden_states(self.hidden)
-        if self.cache.layers:
-            self.cache.engine.give_layer_inputs(self.cache.layers)
         return self.cache.engine.forward(self.batch)
 
 
@@ -98,8 +96,6 @@ class CachedSequence:
         self.num_fed = 0
         self._first_row = 0  # its first row in the last pass, which others may precede
         self._states = KeptFeatures(lambda: engine.hidden_states().copy())
-        self._inputs = KeptFeatures(engine.layer_inputs)
-        self.layers: tuple[int, ...] = ()  # whose inputs are kept; another sequence may stop the engine giving them
         if engine.length(sequence):
             self.rollback(0)
 
@@ -141,29 +137,11 @@ class CachedSequence:
 
     @property
     def features(self) -> Features | None:
-        """Hidden states [n, hidden size] of the last n cached tokens, a view; None unless they are kept.
+        """Hidden states [n, feature size] of the last n cached tokens, a view; None unless they are kept.
 
         n is from 1 after a pass to WINDOW.
         """
         return self._states.latest(self.length)
-
-    def keep_layer_inputs(self, layers: tuple[int, ...]) -> None:
-        """Keep the inputs of `layers` for the latest tokens from the next pass on; no layers: stop doing so.
-
-        Raises CapabilityError when the engine gives none.
-        """
-        if layers != self.layers:
-            self.engine.give_layer_inputs(layers)
-            self.layers = layers
-            self._inputs.switch(bool(layers))
-
-    @property
-    def layer_inputs(self) -> Features | None:
-        """Inputs [n, layers * hidden size] of the last n cached tokens, a view; None unless they are kept.
-
-        n is from 1 after a pass to WINDOW.
-        """
-        return self._inputs.latest(self.length)
 
     @property
     def room(self) -> int:
@@ -218,7 +196,7 @@ class CachedSequence:
         """
         try:
             self._held.length = 0
-            self._forget_rows(0)
+            self._states.truncate(0)
             self.engine.load_state(state, self.sequence)
             self._held.append(*text)
         except BaseException:
@@ -231,7 +209,7 @@ class CachedSequence:
         other.reconcile()
         try:
             self._held.length = 0
-            self._forget_rows(0)
+            self._states.truncate(0)
             self.engine.fork(other.sequence, self.sequence)
             self._held.append(*other._held.text)
             self.rollback(length)
@@ -240,9 +218,9 @@ class CachedSequence:
             self.engine.rollback(0, self.sequence)
             raise
 
-    def took_part(self, first_row: int, states: Features | None = None, layer_inputs: Features | None = None) -> None:
-        """Its rows are those from `first_row` on of the last pass; where others share it, what it gave of these."""
-        self._first_row, self._states.given, self._inputs.given = first_row, states, layer_inputs
+    def took_part(self, first_row: int, states: Features | None = None) -> None:
+        """Its rows are those from `first_row` on of the last pass; where others share it, with these `states`."""
+        self._first_row, self._states.given = first_row, states
 
     def feed(self, token_ids: TokenIds) -> Logits:
         """Append tokens [n] in as few passes as possible; the logits row [vocabulary] after the last one."""
@@ -269,7 +247,6 @@ class CachedSequence:
                 logits = yield PassRequest(self, batch, hidden)
                 if wanted:
                     self._states.append(self.length, known)
-                self._inputs.append(self.length)
                 self._held.append(part, ends)
                 self.num_fed += 1
                 if on_pass is not None:
@@ -309,7 +286,6 @@ class CachedSequence:
             batch = Batch.chain([pending_token_id], sequence=self.sequence)
         logits = yield PassRequest(self, batch, True if self.keeps_features else None)
         self._states.score()
-        self._inputs.score()
         return logits
 
     def looking(self, token_ids: TokenIds, parents: TokenIds, outputs: NDArray[np.bool_]) -> Passes[Logits]:
@@ -344,7 +320,6 @@ class CachedSequence:
         """Commit the pending token and the accepted path of the draft just scored, drop the rest."""
         rows = [0, *(node + 1 for node in accepted_nodes)]
         self._states.keep(self.length, rows)
-        self._inputs.keep(self.length, rows)
         if not draft.num_tokens:
             self._held.append(np.array([pending_token_id], np.int32))
             return
@@ -358,12 +333,8 @@ class CachedSequence:
     def rollback(self, to_length: int) -> None:
         # The length first: after an interrupt the engine then holds too many tokens, which `reconcile` removes.
         self._held.length = to_length
-        self._forget_rows(to_length)
-        self.engine.rollback(to_length, self.sequence)
-
-    def _forget_rows(self, to_length: int) -> None:
         self._states.truncate(to_length)
-        self._inputs.truncate(to_length)
+        self.engine.rollback(to_length, self.sequence)
 
     def reconcile(self) -> None:
         """Drop what the engine holds beyond the known tokens: an interrupt may have come between the two.

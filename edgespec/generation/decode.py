@@ -121,7 +121,6 @@ def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule
         needs_distributions=rule in COMPARING,
         max_branches=0 if rule in COMPARING else target.engine.most_branches,
         features=target.features,
-        layer_inputs=target.layer_inputs,
         predicted_ids=run.predicted_ids,
     )
     try:

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.closing import closed_on_failure
 from edgespec.config.options import LoadOptions
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.heads import (
@@ -128,7 +127,4 @@ def open_head_file(options: LoadOptions, file: ModelFile, target: Engine) -> Dra
     head = target.load_head(
         file.path, context_length=options.draft_context_length, gpu_layers=options.draft_model_gpu_layers
     )
-    with closed_on_failure(head):  # here, before any text, if the target cannot give what it reads
-        target.give_layer_inputs(head.facts.layers)
-        target.give_layer_inputs(())
     return _DRAFTERS[head.form](head, WINDOW)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,7 +168,11 @@ def test_an_engine_says_when_it_has_none(target_path: Path, onnx_path: Path) -> 
 def load_with_layers(path: Path, layers: tuple[int, ...]) -> Engine:
     if path.suffix != ".gguf":
         return load_onnx(path, state_layers=layers)  # type: ignore[arg-type]
-    return LlamaCppEngine.load(path, threads=TEST_THREADS, context_length=512, reproducible=False, state_layers=layers)
+    return load_gguf(path, state_layers=layers)
+
+
+def load_gguf(path: Path, **options: Any) -> LlamaCppEngine:
+    return LlamaCppEngine.load(path, threads=TEST_THREADS, context_length=512, reproducible=False, **options)
 
 
 def states_of(engine: Engine, count: int = 24) -> np.ndarray:
@@ -203,10 +208,8 @@ def test_layers_that_a_model_lacks_are_refused(target_path: Path, onnx_path: Pat
 
 
 def test_an_eagle3_head_and_other_layers_exclude_each_other(target_path: Path) -> None:
-    with load_with_layers(target_path, (1,)) as engine:
-        engine.give_layer_inputs(())
-        with pytest.raises(CapabilityError, match="leave one out"):
-            engine.give_layer_inputs((2,))
+    with load_gguf(target_path, hidden_states=True) as engine, pytest.raises(CapabilityError, match="leave one out"):
+        engine.read_layers_alone((2,))
 
 
 @pytest.mark.parametrize("reproducible", [True, False])

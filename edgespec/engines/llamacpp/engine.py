@@ -46,7 +46,7 @@ from edgespec.engines.llamacpp.settings import (
     open_for,
     require_generator,
 )
-from edgespec.engines.llamacpp.states import HiddenStates, LayerInputs
+from edgespec.engines.llamacpp.states import HiddenStates
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
@@ -86,14 +86,13 @@ class LlamaCppEngine(BookedEngine):
         self._all_logits = np.zeros((0, 0), np.float32)
         self._checkpoints = Checkpoints()
         self._least: dict[int, int] = {}  # by sequence, the length below which a loaded text lacks cells
-        self._layer_inputs = LayerInputs(model, context)
         kinds = (settings.cache_type_k, settings.cache_type_v, settings.flash_attention, version())
         self._held = HeldFiles(model_files(path))
         self._stamp = StateStamp.of("llamacpp", model_files(path), *kinds)
         self.vocabulary = LlamaCppVocabulary(model)
         self._max_outputs = settings.max_outputs(self.vocabulary.size)
-        self._hidden_states = HiddenStates(model, context, self._max_outputs)
         self.facts: EngineFacts = read_facts(model, settings, context)
+        self._hidden_states = HiddenStates(model, context, self.facts.architecture, self._max_outputs)
         if not self.facts.can_rollback:
             # An aborted pass could not be rolled back; `forward` still checks the flag before each pass.
             llama.llama_set_abort_callback(context, llama.ggml_abort_callback(), None)
@@ -119,7 +118,7 @@ class LlamaCppEngine(BookedEngine):
         with closed_on_failure(engine):
             if state and state.has_snapshots and not snapshots and not use.endpoints:
                 engine.facts = replace(engine.facts, why_no_speculation=ONLY_ASKED)
-            engine.read_layers(use.state_layers)
+            engine._read_layers(use.state_layers)
         return engine
 
     @classmethod
@@ -156,9 +155,7 @@ class LlamaCppEngine(BookedEngine):
         result = self._decode(self._context, self._rows.struct)
         if result:
             self._hidden_states.forget()
-            self._layer_inputs.passed(0)
             self._raise_failed(result, batch.width)
-        self._layer_inputs.passed(batch.width)
         return kept
 
     def _raise_failed(self, result: int, width: int) -> NoReturn:
@@ -184,25 +181,23 @@ class LlamaCppEngine(BookedEngine):
 
     def hidden_states(self) -> NDArray[np.float32]:
         self._require_open()
-        last = self._hidden_states.read()
-        return np.concatenate((self._layer_inputs.read(), last), axis=1) if self.state_layers else last
+        return self._hidden_states.read()
 
-    def read_layers(self, layers: tuple[int, ...]) -> None:
+    def _read_layers(self, layers: tuple[int, ...]) -> None:
         """Make `layers` the `state_layers`. Raises CapabilityError where llama.cpp does not give their inputs."""
-        self._require_open()
-        self._layer_inputs.ask(layers, self.facts.architecture)
+        self._hidden_states.read_layers(layers)
         self.state_layers = layers
 
-    def give_layer_inputs(self, layers: tuple[int, ...]) -> None:
-        self._require_open()
-        if not self.state_layers:
-            self._layer_inputs.ask(layers, self.facts.architecture)
-        elif layers:
-            raise CapabilityError("a draft head and heads that read layers cannot be used at once: leave one out")
+    def read_layers_alone(self, layers: tuple[int, ...]) -> None:
+        """Have hidden states be the inputs of `layers` of all rows from the next pass on, without the last states.
 
-    def layer_inputs(self) -> NDArray[np.float32]:
+        Raises CapabilityError where llama.cpp does not give them, and where another head reads the last states.
+        """
         self._require_open()
-        return self._layer_inputs.read()
+        if self._settings.hidden_states or self._settings.has_mtp:
+            raise CapabilityError("a head that reads layers cannot be used with heads of a file or MTP: leave one out")
+        self._read_layers(layers)
+        self._hidden_states.has_last, self.states_of = False, "all rows"
 
     def embed(self, token_ids: TokenIds, pooling: PoolingName) -> NDArray[np.float32]:
         self._require_open()
@@ -226,8 +221,11 @@ class LlamaCppEngine(BookedEngine):
         found = load_head(
             path, models, self.vocabulary, threads=threads, context_length=context_length, gpu_layers=gpu_layers
         )
-        if (rows := FORMS[found.form].states) is not None:
-            self._give_states_of(rows)
+        with closed_on_failure(found):
+            if found.facts.layers:
+                self.read_layers_alone(found.facts.layers)
+            elif (rows := FORMS[found.form].states) is not None:
+                self._give_states_of(rows)
         return found
 
     def load_mtp(self, *, context_length: int | None = None) -> Head:
