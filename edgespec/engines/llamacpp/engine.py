@@ -26,7 +26,7 @@ from edgespec.engines.llamacpp.cells import Cells
 from edgespec.engines.llamacpp.embeddings import Embedder
 from edgespec.engines.llamacpp.facts import measured_facts, read_facts
 from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT as HEAD_CONTEXT
-from edgespec.engines.llamacpp.heads import FORMS, Head, load_head, own_layers
+from edgespec.engines.llamacpp.heads import MTP_STATES, Head, load_head, own_layers
 from edgespec.engines.llamacpp.library import (
     ABORTED,
     NO_ROOM,
@@ -224,8 +224,8 @@ class LlamaCppEngine(BookedEngine):
         with closed_on_failure(found):
             if found.facts.layers:
                 self.read_layers_alone(found.facts.layers)
-            elif (rows := FORMS[found.form].states) is not None:
-                self._give_states_of(rows)
+            else:
+                self._give_states_of(MTP_STATES[found.form])
         return found
 
     def load_mtp(self, *, context_length: int | None = None) -> Head:
