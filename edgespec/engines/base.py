@@ -31,7 +31,6 @@ class EngineFacts:
     max_sequences: int
     max_batch: int
     can_rollback: bool  # to any length, at any time
-    can_tree: bool  # whether a batch may hold trees; chains are always allowed
     weight_bytes: int
     kv_bytes_per_token: int
     # Measured intervals (low, high) of pass widths within which a token's logits are bitwise equal whatever the width.
@@ -39,6 +38,8 @@ class EngineFacts:
     pinned_class: tuple[int, int] | None  # the one that reproducible mode uses; None: it is off, or there is none
     device: str
     threads: int
+    class_key: str = ""  # under which its classes are cached; empty: they follow from how its kernels are made
+    max_branches: int = 0  # most side branches of the trees of a batch; 0: chains only
     row_cost: float = 0.2  # a guess at what a further row adds to a pass over one, until passes tell
     prompt_block: int = 0  # with a narrow class, most rows of a pass that reads a prompt; 0: these keep to the class
     can_pack: bool = False  # rows of several sequences may share a pass; with a pinned class each keeps its bits
@@ -59,6 +60,11 @@ class EngineFacts:
         return length if 0 < self.state_window < length else 0
 
     @property
+    def can_tree(self) -> bool:
+        """Whether a batch may hold trees; chains are always allowed."""
+        return self.max_branches > 0
+
+    @property
     def can_speculate(self) -> bool:
         """Whether the rejected end of a draft can be dropped."""
         return self.can_rollback or self.rollback_rows > 0
@@ -74,7 +80,6 @@ class Engine(Closing, ABC):
 
     facts: EngineFacts
     vocabulary: Vocabulary
-    class_key: str = ""  # under which its width classes are cached; empty: they follow from how its kernels are made
     state_layers: tuple[int, ...] = ()  # ascending, counted from 0; their inputs come with the hidden states
     states_of: StatesOf = "scored rows"
 
@@ -200,7 +205,7 @@ class Engine(Closing, ABC):
     @property
     def most_branches(self) -> int:
         """Most side branches of the trees of a batch; 0 where only chains are allowed."""
-        return self.facts.max_batch if self.facts.can_tree else 0
+        return self.facts.max_branches
 
 
 def usual_steps(most: int) -> tuple[int, ...]:

@@ -50,7 +50,6 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, advice: str) -> Engin
     `key` names everything that the bits depend on; results are cached under it. Raises CapabilityError, with `advice`,
     where there is no class.
     """
-    engine.class_key = key
     found = _proved(engine, key, widest) if engine.facts.can_rollback else Proved(())
     pinned = found.pinned
     if pinned is None:
@@ -65,6 +64,7 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, advice: str) -> Engin
         engine.facts,
         width_classes=found.classes,
         pinned_class=pinned,
+        class_key=key,
         max_batch=max_batch,
         can_pack=False,
         splits_passes=False,
@@ -85,7 +85,7 @@ def _reads_alike(engine: Engine, key: str) -> bool:
 
 def refute(engine: Engine) -> None:
     """Drop the class of an engine, now and in later runs, because a pass gave other bits than its class requires."""
-    disk_cache.put("widths", engine.class_key, Proved(engine.facts.width_classes, refuted=True))
+    disk_cache.put("widths", engine.facts.class_key, Proved(engine.facts.width_classes, refuted=True))
     engine.drop_class()
 
 
@@ -139,7 +139,7 @@ class ClassWatch:
 
     def is_due(self, sequence: CachedSequence) -> bool:
         """Whether there is a class to check, and time for it."""
-        pinned = sequence.engine.facts.pinned_class if sequence.engine.class_key else None
+        pinned = sequence.engine.facts.pinned_class if sequence.engine.facts.class_key else None
         return pinned is not None and pinned[0] < pinned[1] and 0.0 < self._cost_s <= self._credit_s
 
     def look(self, sequence: CachedSequence, logits: Logits) -> None:

@@ -327,7 +327,7 @@ class ContinuousBatch:
             return [requests[0].run()]
         batches = [request.batch for request in requests]
         logits = engine.forward(packed(batches))
-        if engine.class_key:  # bits may be checked again
+        if engine.facts.class_key:  # bits may be checked again
             logits = logits.copy()
         states = engine.hidden_states() if gives_states else None
         found: list[Logits] = []

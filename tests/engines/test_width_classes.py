@@ -145,8 +145,9 @@ def run_on(engine: TableEngine, watching: widths.ClassWatch, drafts: bool) -> li
 @pytest.fixture
 def pinned() -> Iterator[LyingTable]:
     engine = table(is_honest=True)
-    engine.facts = dataclasses.replace(engine.facts, pinned_class=(1, 63), width_classes=((1, 63),))
-    engine.class_key = "watched"
+    engine.facts = dataclasses.replace(
+        engine.facts, pinned_class=(1, 63), width_classes=((1, 63),), class_key="watched"
+    )
     yield engine
 
 
@@ -180,8 +181,7 @@ def test_watching_takes_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatc
     clock = iter(np.arange(0.0, 1e6, 2.0))
     monkeypatch.setattr(widths, "perf_counter", lambda: next(clock))
     engine = table(is_honest=True)
-    engine.facts = dataclasses.replace(engine.facts, pinned_class=(1, 63))
-    engine.class_key = "credit"
+    engine.facts = dataclasses.replace(engine.facts, pinned_class=(1, 63), class_key="credit")
     sequence, watching, looks = CachedSequence(engine), widths.ClassWatch(), 0
     logits = sequence.feed(np.arange(40, dtype=np.int32))[None].copy()
     for _ in range(5000):

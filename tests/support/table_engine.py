@@ -78,7 +78,7 @@ class TableEngine(BookedEngine):
             max_sequences=max_sequences,
             max_batch=max_batch,
             can_rollback=can_rollback,
-            can_tree=True,
+            max_branches=max_batch,
             weight_bytes=table.nbytes,
             kv_bytes_per_token=4,
             width_classes=((1, max_batch),),

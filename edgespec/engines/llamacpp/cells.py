@@ -42,11 +42,6 @@ class Cells:
         self._lengths = book.lengths
         self._branches: Branches = {}  # of unsettled trees
 
-    @property
-    def most_branches(self) -> int:
-        """Most side branches of all trees of a batch."""
-        return len(self._branch_ids)
-
     def prepare(self, placed: dict[int, SequenceRows]) -> Branches:
         """Prepare the cache for a batch, and give every branch of its trees an id.
 

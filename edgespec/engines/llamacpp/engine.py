@@ -306,10 +306,6 @@ class LlamaCppEngine(BookedEngine):
         self._cells.load(state, length, sequence)
         self._least[sequence] = self.facts.loaded_reach(length)
 
-    @property
-    def most_branches(self) -> int:
-        return self._cells.most_branches if self.facts.can_tree else 0
-
     def set_threads(self, threads: int) -> bool:
         self._require_open()
         check_threads(threads, self.facts)

@@ -65,7 +65,6 @@ class OnnxEngine(SessionEngine):
             max_sequences=settings.max_sequences,
             max_batch=min(settings.max_batch, settings.context_length),
             can_rollback=True,
-            can_tree=False,
             weight_bytes=source.weight_bytes(graph),
             kv_bytes_per_token=passes.bytes_per_token,
             width_classes=(),

@@ -88,7 +88,7 @@ class KernelEngine(SessionEngine):
             max_sequences=slots,
             max_batch=settings.max_batch,
             can_rollback=True,
-            can_tree=True,
+            max_branches=settings.max_batch,
             weight_bytes=source.weight_bytes(graph),
             kv_bytes_per_token=self._cache.bytes_per_token,
             width_classes=(whole,),
