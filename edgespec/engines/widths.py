@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from time import perf_counter
 
 import numpy as np
 
@@ -28,7 +27,7 @@ logger = logging.getLogger("edgespec")
 METHOD = 6  # increase it when the test changes, so that older results are not used
 MAX_PADDED_WIDTH = 4
 WIDE_ENOUGH_FOR_PROMPTS = 32
-SHARE = 0.004  # most of the time of all passes that ClassWatch may take
+SHARE = 0.004  # rows that ClassWatch scores again, for each pass
 BLOCK = 128  # rows of a pass that reads a prompt beside a narrow class; on CPUs as fast as one of 512
 
 
@@ -128,19 +127,14 @@ class ClassWatch:
     def __init__(self) -> None:
         self.rows_compared = 0
         self.has_failed = False
-        self._credit_s = 0.0
-        self._cost_s = 0.0  # time of the last check, or an estimate
+        self._passes, self._width = 0, 2  # since the last check, and rows of that
         self._turn = 0
 
-    def spent(self, seconds: float) -> None:
-        """A pass took `seconds`: a share of that may be spent on checks."""
-        self._credit_s += SHARE * seconds
-        self._cost_s = self._cost_s or 2.0 * seconds
-
     def is_due(self, sequence: CachedSequence) -> bool:
-        """Whether there is a class to check, and time for it."""
+        """Whether to check the pass that just ended: there is a class to check, and the last check is long ago."""
+        self._passes += 1
         pinned = sequence.engine.facts.pinned_class if sequence.engine.facts.class_key else None
-        return pinned is not None and pinned[0] < pinned[1] and 0.0 < self._cost_s <= self._credit_s
+        return pinned is not None and pinned[0] < pinned[1] and self._width <= SHARE * self._passes
 
     def look(self, sequence: CachedSequence, logits: Logits) -> None:
         """Score the last n cached tokens again in a pass of another width; compare with their `logits` [n, vocabulary].
@@ -148,7 +142,6 @@ class ClassWatch:
         The cache is as before afterwards; logits given out earlier are overwritten. A difference drops the class.
         Raises what a pass raises; the sequence is then shorter by the tokens that were to be scored again.
         """
-        started_s = perf_counter()
         count = min(len(logits), sequence.length)
         width = self._other_width(sequence, count)
         if width is None:
@@ -161,8 +154,7 @@ class ClassWatch:
         if not np.array_equal(again[width - len(expected) :], expected, equal_nan=True):
             self._fail(sequence, count, width)
         self.rows_compared += len(expected)
-        self._cost_s = perf_counter() - started_s
-        self._credit_s -= self._cost_s
+        self._passes, self._width = 0, width
 
     def _other_width(self, sequence: CachedSequence, used: int) -> int | None:
         """A width of the class other than the one in use; all of them are used in turn.
