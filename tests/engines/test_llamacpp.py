@@ -92,6 +92,12 @@ def test_an_option_out_of_range_is_refused(tiny_path, option):
         load(tiny_path, **option)
 
 
+@pytest.mark.parametrize("kind", ["cache_type_k", "cache_type_v"])
+def test_a_cache_in_blocks_that_heads_do_not_fill_is_refused(tiny_path, kind):
+    with pytest.raises(CapabilityError, match=r"block size 32 does not divide .*=16.* other --cache-type"):
+        load(tiny_path, **{kind: "q8_0"})
+
+
 def test_gpu_layers_need_a_build_that_has_a_gpu(tiny_path):
     if gpus():
         pytest.skip("this build can use a GPU")

@@ -142,35 +142,28 @@ MARGIN_SHARE, LEAST_MARGIN = 0.05, 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """Bytes: weights of the `head` and of each of the `layers`, and a layer's part of the `cache`.
-
-    `visiting`: the largest tensor that stays on the processor against its layer. llama.cpp copies it to the device for
-    wide passes, as a prompt's.
-    """
+    """Bytes: weights of the `head` and of each of the `layers`, and a layer's part of the `cache`."""
 
     head: int
     layers: tuple[int, ...]
     cache: int
-    visiting: int = 0
 
     @classmethod
     def of(cls, header: GgufHeader, layers: int, cache_bytes: int, overrides: TensorOverrides = ()) -> LayerSizes:
         """`layers`: how many the model has; `cache_bytes` of all of them."""
-        weights, moved, visiting = [0] * layers, 0, 0
+        weights, moved = [0] * layers, 0
         head: dict[str, int] = {}
         for tensor in header.tensors:
             found, device = LAYER.match(tensor.name), device_of(tensor.name, overrides)
-            if device == CPU:
-                visiting = max(visiting, tensor.num_bytes)
-            elif device:
-                moved += tensor.num_bytes
+            if device:
+                moved += tensor.num_bytes if device != CPU else 0
             elif not found:
                 head[tensor.name] = tensor.num_bytes
             elif int(found[1]) < layers:
                 weights[int(found[1])] += tensor.num_bytes
         if any(tensor.name == HEAD for tensor in header.tensors):
             head.pop(EMBEDDINGS, None)
-        return cls(sum(head.values()) + moved, tuple(weights), cache_bytes // max(layers, 1), visiting)
+        return cls(sum(head.values()) + moved, tuple(weights), cache_bytes // max(layers, 1))
 
     def weights_on(self, gpu_layers: int) -> int:
         """Bytes of weights on the device. `gpu_layers` as llama.cpp counts them, -1: all."""
@@ -187,18 +180,9 @@ class LayerSizes:
 def room_on_devices(names: Sequence[str] | None) -> int:
     """Bytes that models may take on the devices `names` together; None: on all GPUs of this build.
 
-    Raises CapabilityError for an unknown device, or one whose driver does not tell its memory.
+    Raises CapabilityError for one whose driver does not tell its memory. The load names a device that is not there.
     """
-    known = gpus()
-    if names is not None:
-        missing = [name for name in names if name not in {device.name for device in known}]
-        if missing:
-            raise CapabilityError(
-                f"there is no GPU {missing[0]!r}; this build of llama.cpp sees: "
-                f"{', '.join(device.name for device in known) or 'none'}"
-            )
-        known = [device for device in known if device.name in names]
-    return sum(map(_room_on, known))
+    return sum(_room_on(device) for device in gpus() if names is None or device.name in names)
 
 
 def _room_on(device: Device) -> int:

@@ -44,7 +44,6 @@ from edgespec.engines.llamacpp.settings import (
     create_context,
     has_streams,
     open_for,
-    require_generator,
 )
 from edgespec.engines.llamacpp.states import HiddenStates
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
@@ -128,7 +127,6 @@ class LlamaCppEngine(BookedEngine):
         if has_streams(settings, has_window=library().llama_model_n_swa(model) > 0):
             settings = replace(settings, max_branches=0, streams=True)
         try:
-            require_generator(model, path)
             context = create_context(model, path, settings, cancel)
         except BaseException:
             library().llama_model_free(model)

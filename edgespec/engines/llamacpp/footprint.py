@@ -19,19 +19,16 @@ from edgespec.engines.llamacpp.running_state import RunningState, recurrent_laye
 from edgespec.engines.llamacpp.settings import (
     CACHE_BYTES,
     CELLS_MULTIPLE,
-    PLAIN_TYPES,
     ContextSettings,
     choose_context_length,
     has_streams,
 )
 from edgespec.engines.model_use import MAX_BATCH, Footprint, ModelUse
-from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files
 from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, TensorInfo
 from edgespec.formats.gguf.heads import read_head
 from edgespec.platform.machine import instruction_sets, lacks_dot_products
 
-_CACHE_BLOCK = 32
 # Rows of a matrix that are interleaved, and the instructions that the kernel needs, by type (ggml's repack.cpp).
 _X86 = {"Q4_0": "avx2", "Q4_K": "avx2", "IQ4_NL": "avx2", "MXFP4": "avx2", "Q2_K": "avx512f"}
 _INTERLEAVED_X86 = 8
@@ -78,7 +75,6 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
     kinds = [settings.cache_type_k, settings.cache_type_v]
     state = RunningState.of(header)
     cells = -(-settings.cells // CELLS_MULTIPLE) * CELLS_MULTIPLE
-    _check_cache(path, header, kinds)
     cache = int(sum(count * CACHE_BYTES[kind] for count, kind in zip(shape.kv, kinds, strict=True)) * cells)
     if gives_only_embeddings(header):
         cache = 0
@@ -103,7 +99,7 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
         compute=compute,
         logits=4 * outputs * shape.vocabulary,
         vocabulary=_TOKEN_BYTES * shape.vocabulary + _MERGE_BYTES * len(header.merges),
-        device=weights_there + cache_there + (reserved + sizes.visiting if weights_there else 0),
+        device=weights_there + cache_there + (reserved if weights_there else 0),
         reserved=reserved - compute + _GRAPH_NODE_BYTES * _graph_nodes(header),
         context_length=context,
         sequences=use.max_sequences,
@@ -146,19 +142,6 @@ def _feature_bytes(width: int, window: int) -> int:
     from edgespec.engines.head import BYTES_PER_FEATURE
 
     return width * (BYTES_PER_FEATURE * window + 4 * MAX_BATCH)
-
-
-def _check_cache(path: Path, header: GgufHeader, kinds: list[str]) -> None:
-    """Raises CapabilityError for types of the cache that hold blocks which heads of this model do not fill."""
-    heads = _largest(header, "attention.head_count")
-    size = _largest(header, "embedding_length") // heads if heads else 0
-    for part, kind in zip(("key", "value"), kinds, strict=True):
-        size = _largest(header, f"attention.{part}_length") or size
-        if kind not in PLAIN_TYPES and size % _CACHE_BLOCK:
-            raise CapabilityError(
-                f"{path.name} has heads of {size} numbers, and a {kind} cache holds blocks of {_CACHE_BLOCK}: use "
-                f"--cache-type-{part[0]} f16"
-            )
 
 
 def head_footprint(path: Path, use: ModelUse) -> Footprint:

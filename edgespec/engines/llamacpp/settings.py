@@ -20,23 +20,15 @@ from edgespec.engines.llamacpp.library import (
 )
 from edgespec.engines.model_use import DEFAULT_CONTEXT, ModelUse
 from edgespec.errors import CapabilityError, ConfigError
+from edgespec.formats.gguf.header import TENSOR_TYPES
 from edgespec.platform.machine import default_threads
 
 MAX_CELLS = 1 << 24
 LOGITS_BYTES = 32 << 20
-# ggml's numbers of the types that its attention kernels read.
-CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
-# Bytes of a number in a cache of each type.
-CACHE_BYTES = {
-    "f32": 4.0,
-    "f16": 2.0,
-    "bf16": 2.0,
-    "q8_0": 34 / 32,
-    "q5_1": 24 / 32,
-    "q5_0": 22 / 32,
-    "q4_1": 20 / 32,
-    "q4_0": 18 / 32,
-}
+# Those that ggml's attention kernels read: its number, and the bytes of a number in a cache of the type.
+_KINDS = {name.lower(): (number, num_bytes / size) for number, (name, size, num_bytes) in TENSOR_TYPES.items()}
+CACHE_TYPES = {kind: _KINDS[kind][0] for kind in ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")}
+CACHE_BYTES = {kind: _KINDS[kind][1] for kind in CACHE_TYPES}
 AUTO, OFF, ON = -1, 0, 1
 CELLS_MULTIPLE = 256  # llama.cpp rounds a context up to it
 NO_POOLING = 0
@@ -181,15 +173,6 @@ def open_for(path: Path, use: ModelUse) -> Any:
         is_repacked=use.is_repacked,
         has_mtp=use.has_mtp,
     )
-
-
-def require_generator(model: Any, path: Path) -> None:
-    """Raises CapabilityError for a model that does not continue text; llama.cpp would end the process on some."""
-    llama = library()
-    if llama.llama_model_has_encoder(model) or not llama.llama_model_has_decoder(model):
-        raise CapabilityError(f"{path.name} is an encoder; give a model that generates text (a decoder)")
-    if llama.llama_model_is_diffusion(model):
-        raise CapabilityError(f"{path.name} is a diffusion model; give one that generates text token by token")
 
 
 def new_context(model: Any, params: Any, cancel: CancelFlag, *, requires_flash: bool) -> Any:
