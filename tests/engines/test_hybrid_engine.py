@@ -12,9 +12,8 @@ import pytest
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.checkpoints import MOST_CHECKPOINTS
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.model_use import ModelUse
+from edgespec.engines.model_use import MOST_CHECKPOINTS, ModelUse
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint
 from edgespec.engines.onnx.hybrid_engine import LOG, HybridEngine

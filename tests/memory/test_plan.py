@@ -19,7 +19,7 @@ from edgespec.engines.llamacpp import library
 from edgespec.engines.llamacpp.footprint import footprint
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.library import possible_devices
-from edgespec.errors import CapabilityError, ConfigError
+from edgespec.errors import ConfigError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import fit

@@ -2,7 +2,7 @@
 
 One unified KV cache holds all sequences; where they need no branches, and in reproducible mode, which scores chains
 only, each has a stream of its own. A cache of keys and values is shortened by dropping cells. A running state
-(`running_state`) is not: it can drop the last rows of a pass where the library has snapshots of it, and return to
+is not: it can drop the last rows of a pass where the library has snapshots of it, and return to
 copies of it at lengths that a caller chose. Layers with a sliding window keep all their cells, but llama.cpp saves only
 those in the window: a text that was loaded can be continued, not shortened.
 """
@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from edgespec.closing import closed_on_failure
 from edgespec.engines.base import EngineFacts, StatesOf, check_threads
 from edgespec.engines.booked import BookedEngine
-from edgespec.engines.checkpoints import Checkpoints
 from edgespec.engines.llamacpp.cells import Cells
 from edgespec.engines.llamacpp.embeddings import Embedder
 from edgespec.engines.llamacpp.facts import measured_facts, read_facts
+from edgespec.engines.llamacpp.footprint import ONLY_ASKED, RunningState
 from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT as HEAD_CONTEXT
 from edgespec.engines.llamacpp.heads import MTP_STATES, Head, load_head, own_layers
 from edgespec.engines.llamacpp.library import (
@@ -37,7 +37,6 @@ from edgespec.engines.llamacpp.library import (
     version,
 )
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
-from edgespec.engines.llamacpp.running_state import ONLY_ASKED, RunningState, keeps_running_state
 from edgespec.engines.llamacpp.settings import (
     ContextSettings,
     choose_context_length,
@@ -49,7 +48,7 @@ from edgespec.engines.llamacpp.states import HiddenStates
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.rows import SequenceBook, SequenceRows, check_text
+from edgespec.engines.rows import Checkpoints, SequenceBook, SequenceRows, check_text
 from edgespec.errors import Cancelled, CapabilityError, ContextFull, EngineError
 from edgespec.formats.gguf.check import (
     HEAD_NAMES,
@@ -122,18 +121,19 @@ class LlamaCppEngine(BookedEngine):
 
     @classmethod
     def _open(cls, path: Path, settings: ContextSettings, cancel: CancelFlag) -> Self:
-        model = open_for(path, settings)
-        settings = settings.with_state() if keeps_running_state(model) else replace(settings, snapshots=0)
-        if has_streams(settings, has_window=library().llama_model_n_swa(model) > 0):
+        llama, model = library(), open_for(path, settings)
+        keeps_state = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
+        settings = settings.with_state() if keeps_state else replace(settings, snapshots=0)
+        if has_streams(settings, has_window=llama.llama_model_n_swa(model) > 0):
             settings = replace(settings, max_branches=0, streams=True)
         try:
             context = create_context(model, path, settings, cancel)
         except BaseException:
-            library().llama_model_free(model)
+            llama.llama_model_free(model)
             raise
         engine = cls(path, model, context, settings, cancel)
         with closed_on_failure(engine):
-            state_size = partial(library().llama_state_seq_get_size, context, 0)
+            state_size = partial(llama.llama_state_seq_get_size, context, 0)
             engine.facts = measured_facts(engine, path, settings, state_size)
         return engine
 
