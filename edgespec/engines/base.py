@@ -33,9 +33,8 @@ class EngineFacts:
     can_rollback: bool  # to any length, at any time
     weight_bytes: int
     kv_bytes_per_token: int
-    # Measured intervals (low, high) of pass widths within which a token's logits are bitwise equal whatever the width.
-    width_classes: tuple[tuple[int, int], ...]
-    pinned_class: tuple[int, int] | None  # the one that reproducible mode uses; None: it is off, or there is none
+    # Pass widths (low, high) within which logits are bitwise equal whatever the width; None: not reproducible.
+    pinned_class: tuple[int, int] | None
     device: str
     threads: int
     class_key: str = ""  # under which its classes are cached; empty: they follow from how its kernels are made

@@ -9,14 +9,13 @@ scores the last tokens again at another width, and drops a class whose passes tu
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from edgespec.engines import proof
 from edgespec.engines.base import Engine, EngineFacts
-from edgespec.engines.proof import EVERY_WIDTH_TO, WidthClass, without
+from edgespec.engines.proof import EVERY_WIDTH_TO, WidthClass
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError
 from edgespec.platform import disk_cache
@@ -33,14 +32,10 @@ BLOCK = 128  # rows of a pass that reads a prompt beside a narrow class; on CPUs
 
 @dataclass(frozen=True, slots=True)
 class Proved:
-    """The classes of a model, and whether one was later found to be wrong."""
+    """The class of a model, and whether it was later found to be wrong."""
 
-    classes: tuple[WidthClass, ...]
+    pinned: WidthClass | None
     refuted: bool = False
-
-    @property
-    def pinned(self) -> WidthClass | None:
-        return None if self.refuted else choose_class(self.classes)
 
 
 def pinned_facts(engine: Engine, key: str, *, widest: int, advice: str) -> EngineFacts:
@@ -49,7 +44,7 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, advice: str) -> Engin
     `key` names everything that the bits depend on; results are cached under it. Raises CapabilityError, with `advice`,
     where there is no class.
     """
-    found = _proved(engine, key, widest) if engine.facts.can_rollback else Proved(())
+    found = _proved(engine, key, widest) if engine.facts.can_rollback else Proved(None)
     pinned = found.pinned
     if pinned is None:
         raise CapabilityError(_why_none(found, advice))
@@ -61,7 +56,6 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, advice: str) -> Engin
     block = min(BLOCK, max_batch) if is_narrow and _reads_alike(engine, key) else 0
     return replace(
         engine.facts,
-        width_classes=found.classes,
         pinned_class=pinned,
         class_key=key,
         max_batch=max_batch,
@@ -84,19 +78,17 @@ def _reads_alike(engine: Engine, key: str) -> bool:
 
 def refute(engine: Engine) -> None:
     """Drop the class of an engine, now and in later runs, because a pass gave other bits than its class requires."""
-    disk_cache.put("widths", engine.facts.class_key, Proved(engine.facts.width_classes, refuted=True))
+    disk_cache.put("widths", engine.facts.class_key, Proved(None, refuted=True))
     engine.drop_class()
 
 
 def _proved(engine: Engine, key: str, widest: int) -> Proved:
     """From the cache, or tested now."""
     kept: Proved | None = disk_cache.get("widths", key, Proved)
-    if kept is not None and all(1 <= low <= high <= widest for low, high in kept.classes):
+    if kept is not None and (kept.pinned is None or 1 <= kept.pinned[0] < kept.pinned[1] <= widest):
         return kept
     logger.info("testing which pass widths give equal bits with this model, once")
-    found = Proved(proof.classes(proof.survey(engine, widest, MAX_PADDED_WIDTH)))
-    while (pinned := found.pinned) is not None and not proof.confirm(engine, pinned[0], pinned):
-        found = replace(found, classes=without(found.classes, pinned[0]))
+    found = Proved(proof.find_class(engine, widest, MAX_PADDED_WIDTH))
     disk_cache.put("widths", key, found)
     return found
 
@@ -108,14 +100,8 @@ def _why_none(found: Proved, advice: str) -> str:
             f"different bits. {advice}"
         )
     return (
-        "this model cannot be reproducible on this machine: narrow passes give different bits at every width "
-        f"(classes {list(found.classes)}). {advice}"
+        f"this model cannot be reproducible on this machine: narrow passes give different bits at every width. {advice}"
     )
-
-
-def choose_class(found: Sequence[WidthClass]) -> WidthClass | None:
-    """The first class of several widths, or None; not one into which single tokens would be padded with many rows."""
-    return next((pair for pair in found if pair[0] < pair[1] and pair[0] <= MAX_PADDED_WIDTH), None)
 
 
 # -- while it is in use

@@ -19,15 +19,13 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.chat.template import encode_messages
-from edgespec.engines import proof, widths
+from edgespec.engines import proof
 from edgespec.engines.llamacpp import library as llama_library
 from edgespec.engines.llamacpp import settings
 from edgespec.engines.llamacpp.devices import gpus, overriding
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.llamacpp.library import library, listening
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
-from edgespec.engines.proof import Bits
-from edgespec.engines.proof import classes as classes_of
 from edgespec.errors import (
     BatchError,
     Cancelled,
@@ -196,38 +194,17 @@ def test_loading_is_quiet_and_lazy(tiny_path, capfd):
 # Width classes and padding
 
 
-def test_classes_are_runs_of_widths_whose_rows_agree():
-    a, b, c = b"a", b"b", b"c"
-    digests = {1: {6: c}, 2: {5: a, 6: b}, 3: {4: c, 5: a, 6: b}, 4: {5: c, 6: a}, 9: {4: c, 5: c, 6: a}}
-    found = classes_of({width: Bits(rows) for width, rows in digests.items()})
-    assert found == ((1, 1), (2, 3), (4, 9))
-    assert classes_of({2: Bits({5: a}, b"x"), 3: Bits({5: a}, b"y")}) == ((2, 2), (3, 3))
-
-
-def test_the_first_class_of_several_widths_is_chosen():
-    assert widths.choose_class(((1, 63),)) == (1, 63)
-    assert widths.choose_class(((1, 2), (3, 16))) == (1, 2)
-    assert widths.choose_class(((1, 1), (2, 3), (4, 7), (8, 16))) == (2, 3)
-    assert widths.choose_class(((1, 1), (2, 2), (3, 3), (4, 4), (5, 6))) is None
-
-
-def finding(*classes):
-    """A survey that finds these classes of widths."""
-    numbered = {width: number for number, (low, high) in enumerate(classes) for width in range(low, high + 1)}
-    return lambda *_: {width: Bits(cache=bytes([number])) for width, number in numbered.items()}
-
-
 def test_classes_are_measured_once_per_file_and_settings(target_path, monkeypatch):
     options = {"reproducible": True, "widest": 9, "context_length": 320}
     with load(target_path, **options) as engine:
         measured = engine.facts
-    monkeypatch.setattr(proof, "survey", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(proof, "find_class", lambda *_: pytest.fail("measured again"))
     with load(target_path, **options) as engine:
         assert engine.facts == measured
 
 
 def test_reproducible_is_refused_where_it_cannot_be(tiny_path, monkeypatch):
-    monkeypatch.setattr(proof, "survey", finding(*((width, width) for width in range(1, 8))))
+    monkeypatch.setattr(proof, "find_class", lambda *_: None)
     with pytest.raises(CapabilityError, match="reproducible=False"):
         load(tiny_path, reproducible=True, widest=7)
     with load(tiny_path, reproducible=None, widest=7) as engine:
@@ -253,8 +230,7 @@ def test_a_state_that_is_loaded_behind_a_padded_pass_gives_the_same_bits(tiny_pa
 
 def test_padding_leaves_no_trace_in_the_cache(target_path, monkeypatch):
     ids = [5, 6, 7, 8, 9, 10, 11, 12]
-    monkeypatch.setattr(proof, "survey", finding((1, 1), (2, 2), (3, 8)))
-    monkeypatch.setattr(proof, "confirm", lambda *_: True)
+    monkeypatch.setattr(proof, "find_class", lambda *_: (3, 8))
     with load(target_path, reproducible=True, widest=8) as engine:
         assert engine.facts.pinned_class == (3, 8)
         whole = chain(engine, ids)

@@ -63,7 +63,7 @@ def _entries() -> list[Path]:
 def _spoilt(value: Any) -> list[Any]:
     """Values as a version of this program with another format would have written them."""
     text = json.dumps(value)
-    classes = {"classes": [[1, 100]], "refuted": False}
+    classes = {"pinned": [1, 100], "refuted": False}
     return [{}, [[100, 100]], classes, json.loads(f'{{"a": {text}}}')]
 
 

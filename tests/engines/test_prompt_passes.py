@@ -126,7 +126,7 @@ class Forgetful(Narrow):
 @pytest.mark.parametrize("kind", [Narrow, Forgetful])
 def test_blocks_are_used_where_they_give_the_same_bits_each_time(kind: type[TableEngine]) -> None:
     engine = kind.random(512, order=1, seed=3, context_length=512, max_batch=200)
-    engine.facts = dataclasses.replace(engine.facts, pinned_class=None, width_classes=())
+    engine.facts = dataclasses.replace(engine.facts, pinned_class=None)
     facts = widths.pinned_facts(engine, f"blocks {kind.__name__}", widest=63, advice="")
     assert facts.pinned_class == (1, 3)
     assert facts.prompt_block == (0 if kind is Forgetful else widths.BLOCK)

@@ -63,23 +63,23 @@ def table(**settings: object) -> LyingTable:
     engine = LyingTable.random(512, order=1, seed=3, context_length=512)
     for name, value in settings.items():
         setattr(engine, name, value)
-    engine.facts = dataclasses.replace(engine.facts, pinned_class=None, width_classes=())
+    engine.facts = dataclasses.replace(engine.facts, pinned_class=None)
     return engine
-
-
-def surveyed(engine: LyingTable) -> tuple[proof.WidthClass, ...]:
-    return proof.classes(proof.survey(engine, 63, 63))
 
 
 def test_a_lone_row_that_differs_on_real_tokens_only_is_kept_apart() -> None:
     """Random ids of a padded vocabulary seldom meet a trained token: such a probe joined these widths."""
-    found = surveyed(table())
-    assert found == ((1, 1), (2, 63))
+    assert proof.find_class(table(), 63, 4) == (2, 63)
 
 
 def test_a_difference_that_shows_only_in_the_cache_is_seen() -> None:
-    found = surveyed(table(in_cache=True))
-    assert found[0] == (1, 1)
+    assert proof.find_class(table(in_cache=True), 63, 4) == (2, 63)
+    assert proof.find_class(table(in_cache=True, lies=(3,)), 63, 4) == (1, 2)
+
+
+def test_without_a_class_of_several_widths_there_is_none() -> None:
+    assert proof.find_class(table(lies=(2, 4)), 63, 4) is None
+    assert proof.find_class(table(lies=(1, 3)), 63, 4) == (4, 63)
 
 
 def test_every_pass_of_a_width_is_exactly_that_wide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,16 +98,15 @@ def test_every_pass_of_a_width_is_exactly_that_wide(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_class_that_only_more_rows_refute_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The survey looks at a few rows of each width; before a lone row joins a class many more are compared."""
+    """A few rows of each width are looked at; before a lone row joins a class many more are compared."""
     engine = table(is_honest=True)
     monkeypatch.setattr(proof, "confirm", lambda _engine, width, _pair: width != 1)
     facts = widths.pinned_facts(engine, "split", widest=63, advice="")
     assert facts.pinned_class == (2, 63)
-    assert facts.width_classes == ((1, 1), (2, 63))
 
 
-@pytest.mark.parametrize(("lies", "pinned", "most"), [((5, 7), (1, 4), 5), ((1,), (2, 63), 63), ((4, 6), (1, 3), 5)])
-def test_a_survey_ends_where_no_further_class_would_be_used(
+@pytest.mark.parametrize(("lies", "pinned", "most"), [((5, 7), (1, 4), 5), ((1,), (2, 63), 63), ((4, 6), (1, 3), 4)])
+def test_the_search_ends_with_the_class_that_is_used(
     lies: tuple[int, ...], pinned: tuple[int, int], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
@@ -117,7 +116,6 @@ def test_a_survey_ends_where_no_further_class_would_be_used(
     facts = widths.pinned_facts(table(lies=lies), f"ends {lies}", widest=63, advice="")
     assert facts.pinned_class == pinned
     assert max(width for width in seen if width != 63) == (most if most < 63 else 56)
-    assert facts.width_classes[-1][1] == most  # no more is said than was measured
 
 
 def test_confirming_finds_a_rare_difference() -> None:
@@ -145,9 +143,7 @@ def run_on(engine: TableEngine, watching: widths.ClassWatch, drafts: bool) -> li
 @pytest.fixture
 def pinned() -> Iterator[LyingTable]:
     engine = table(is_honest=True)
-    engine.facts = dataclasses.replace(
-        engine.facts, pinned_class=(1, 63), width_classes=((1, 63),), class_key="watched"
-    )
+    engine.facts = dataclasses.replace(engine.facts, pinned_class=(1, 63), class_key="watched")
     yield engine
 
 

@@ -81,7 +81,6 @@ class TableEngine(BookedEngine):
             max_branches=max_batch,
             weight_bytes=table.nbytes,
             kv_bytes_per_token=4,
-            width_classes=((1, max_batch),),
             pinned_class=(1, max_batch),
             device="cpu",
             threads=1,

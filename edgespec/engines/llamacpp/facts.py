@@ -40,7 +40,6 @@ def read_facts(model: Any, settings: ContextSettings, context: Any = None) -> En
         max_branches=settings.max_branches,
         weight_bytes=int(llama.llama_model_size(model)),
         kv_bytes_per_token=0,
-        width_classes=(),
         pinned_class=None,
         device=settings.place,
         threads=settings.threads,

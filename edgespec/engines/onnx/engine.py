@@ -67,7 +67,6 @@ class OnnxEngine(SessionEngine):
             can_rollback=True,
             weight_bytes=source.weight_bytes(graph),
             kv_bytes_per_token=passes.bytes_per_token,
-            width_classes=(),
             pinned_class=None,
             device=provider,
             threads=settings.threads,

@@ -91,7 +91,6 @@ class KernelEngine(SessionEngine):
             max_branches=settings.max_batch,
             weight_bytes=source.weight_bytes(graph),
             kv_bytes_per_token=self._cache.bytes_per_token,
-            width_classes=(whole,),
             pinned_class=whole,
             device=settings.provider,
             threads=settings.threads,
