@@ -1,53 +1,23 @@
-"""Heads of a file (`formats.head_file`): what all kinds read and score, and Medusa's.
+"""Heads of a file (`formats.head_file`): what all kinds read and score.
 
 Tokens outside the heads' vocabulary are never proposed; the target can still sample them.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import copy
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
-from threadpoolctl import ThreadpoolController
 
-from edgespec.engines.head import Confidences, DraftHead, HeadFacts, States
+from edgespec.engines.head import States
 from edgespec.errors import EngineError, ModelFileError
 from edgespec.formats.head_file import PROJECT, HeadFile
 from edgespec.types import Logits, TokenIds
-from edgespec.vocabulary import Vocabulary
 
 _LEAST_SQUARE = np.float32(1e-6)
 NEVER = np.float32(-1e30)  # a logit; finite, so that no bias makes it NaN
 FIRST_ROOM = 256  # rows of tokens of the text
-_LIMITING = threading.Lock()
-
-
-@cache
-def _controller() -> ThreadpoolController:
-    return ThreadpoolController()  # finds the libraries that are loaded: milliseconds, so once
-
-
-@contextmanager
-def one_blas_thread() -> Iterator[None]:
-    """BLAS uses one thread within the block, unless a draft in another thread ends before it.
-
-    Its threads wait for more work by spinning, for longer than a draft takes, and would take cores from the target's
-    next pass. Their number is the whole process's: two threads that each set and restore it would restore what they saw
-    of one another. So one at a time does, and what another drafts meanwhile goes by its limit, for milliseconds.
-    """
-    if not _LIMITING.acquire(blocking=False):
-        yield
-        return
-    try:
-        with _controller().limit(limits=1, user_api="blas"):
-            yield
-    finally:
-        _LIMITING.release()
 
 
 class ScoredTokens:
@@ -119,9 +89,11 @@ class ScoredTokens:
 
         Raises EngineError for scores that are not finite: finite weights may have products that overflow.
         """
-        with one_blas_thread(), np.errstate(over="ignore", invalid="ignore"):
-            if self._num_met:
-                scores = np.concatenate((scores, states @ self._met_rows[: self._num_met].T), axis=1)
+        if self._num_met:
+            # Not by BLAS: its threads spin for more work, and would take cores from the target's next pass.
+            with np.errstate(over="ignore", invalid="ignore"):
+                met = np.einsum("nd,md->nm", states, self._met_rows[: self._num_met])
+            scores = np.concatenate((scores, met), axis=1)
         if not np.isfinite(scores).all():
             raise EngineError(
                 "the heads gave scores that are not finite: they are damaged, or overflow with this target. Train them "
@@ -195,82 +167,6 @@ class HeadText:
         return self.scored.num_bytes + tables
 
 
-class MedusaHead(DraftHead):
-    """Medusa (arXiv 2401.10774): one small head per drafted token, all on the target's last hidden state.
-
-    A draft costs one multiplication by each head and one by the cut-down vocabulary for all of them together. A head
-    knows the state and the token that was sampled from it, not what the heads before it propose.
-    """
-
-    def __init__(self, heads: HeadFile, vocabulary: Vocabulary, given_layers: tuple[int, ...] = ()) -> None:
-        """Raises as `HeadText`."""
-        arrays, sizes = heads.arrays, heads.manifest
-        self._text = HeadText(heads, vocabulary.size, given_layers)
-        # per block: weights [heads, hidden, inputs] and biases [heads, hidden] of all heads
-        self._blocks = [
-            tuple(np.stack([arrays[f"{kind}.{n}.{block}"] for n in range(sizes.depth)]) for kind in ("weight", "bias"))
-            for block in range(sizes.blocks)
-        ]
-        self._project = arrays.get(PROJECT)
-        self._scored_rows, self._scale = heads.frequent_rows, np.float32(sizes.scale)
-        self._state = np.zeros(sizes.hidden_size, np.float32)
-        self.start = self.end = 0
-        own = [*(array for block in self._blocks for array in block), self._scored_rows]
-        own += [] if self._project is None else [self._project]
-        self.facts = HeadFacts(
-            context_length=1,
-            layers=(),
-            feature_width=self._text.feature_width,
-            width=sizes.hidden_size,
-            end_ids=vocabulary.end_ids,
-            num_bytes=sum(array.nbytes for array in own) + self._text.num_bytes,
-            most_drafted=sizes.depth,
-        )
-
-    def follow(self, token_ids: TokenIds) -> None:
-        self._text.scored.read(token_ids)
-
-    def inject(self, features: States) -> None:
-        """The last state alone is read."""
-        self._check_features(features)
-        state = self._text.read(features[-1:])[0]
-        with one_blas_thread(), np.errstate(over="ignore", invalid="ignore"):
-            self._state = state if self._project is None else self._project @ state
-
-    def block(self, token_id: int) -> tuple[Logits, Confidences | None]:
-        first = np.concatenate((self._state, self._text.embed(np.array([token_id]))[0]))
-        found: States = np.broadcast_to(self._state, (self.facts.most_drafted, self._state.size))
-        with one_blas_thread(), np.errstate(over="ignore", invalid="ignore"):
-            for index, (weights, biases) in enumerate(self._blocks):
-                given = np.broadcast_to(first, (len(found), first.size)) if index == 0 else found
-                found = found + silu(np.matmul(weights, given[:, :, None])[:, :, 0] + biases)
-            scores = (found @ self._scored_rows.T) * self._scale
-        return self._text.scored.logits(found, scores), None
-
-    def rollback(self, to_end: int) -> None:
-        """There is no cache."""
-
-    def drop_before(self, start: int) -> None:
-        """There is no cache."""
-
-    def restart(self, position: int) -> None:
-        """There is no cache."""
-
-    def another(self, sequence: int) -> MedusaHead:
-        found = copy(self)
-        found._text = self._text.another()
-        return found
-
-    def cancel(self) -> None:
-        """A draft takes less than a millisecond."""
-
-    def clear_cancel(self) -> None:
-        """See `cancel`."""
-
-    def close(self) -> None:
-        """There are only arrays to free."""
-
-
 def columns_of(heads: HeadFile, given_layers: tuple[int, ...]) -> NDArray[np.intp] | None:
     """Places of the states that `heads` read among those of all `given_layers` and the last; None: they read all."""
     manifest = heads.manifest
@@ -279,9 +175,3 @@ def columns_of(heads: HeadFile, given_layers: tuple[int, ...]) -> NDArray[np.int
     width = manifest.feature_size // (len(manifest.layers) + 1)
     blocks = [*(given_layers.index(layer) for layer in manifest.layers), len(given_layers)]
     return np.concatenate([np.arange(block * width, (block + 1) * width) for block in blocks])
-
-
-def silu(x: States) -> States:
-    """x / (1 + exp(-x)), without an overflow."""
-    found: States = x * (0.5 + 0.5 * np.tanh(0.5 * x))
-    return found

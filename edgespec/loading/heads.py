@@ -21,7 +21,7 @@ from edgespec.drafters.heads import (
 )
 from edgespec.engines.base import Engine
 from edgespec.engines.features import WINDOW
-from edgespec.engines.file_heads import MedusaHead, columns_of
+from edgespec.engines.file_heads import columns_of
 from edgespec.engines.head import DraftHead
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.check import HEAD_NAMES, is_gemma4_drafter
@@ -70,10 +70,10 @@ def open_heads(heads: HeadFile, path: Path, target: Engine) -> Drafter:
             f"{path} holds heads for another target ({manifest.target}, hidden size {manifest.feature_size}, "
             f"{manifest.vocabulary_size} tokens): give the file that was trained for this one"
         )
-    if manifest.kind == "medusa":
-        return MedusaDrafter(MedusaHead(heads, vocabulary, target.state_layers), WINDOW)
-    from edgespec.engines.onnx.eagle import load_eagle
+    from edgespec.engines.onnx.file_heads import load_eagle, load_medusa
 
+    if manifest.kind == "medusa":
+        return MedusaDrafter(load_medusa(heads, vocabulary, target.state_layers), WINDOW)
     sequences = target.facts.max_sequences
     return EagleDrafter(load_eagle(heads, vocabulary, target.state_layers, sequences=sequences), WINDOW)
 

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from edgespec.engines.base import Engine
 from edgespec.engines.head import DraftHead
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.onnx.eagle import load_eagle
+from edgespec.engines.onnx.file_heads import load_eagle
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import ConfigError, EdgespecError, ModelFileError
 from edgespec.export.check import Comparison, ExportRefused, Limits, compare_logits, limits_of, open_engine

@@ -1,4 +1,4 @@
-"""EAGLE heads of a file on our kernels, for a target on any engine: their layer is a draft head like any other.
+"""Heads of a file on our kernels, for a target on any engine: EAGLE's layer is a draft head like any other.
 
 Matrices are 8 bits a weight: a draft of one row costs the bytes that it reads.
 """
@@ -6,6 +6,7 @@ Matrices are 8 bits a weight: a draft of one row costs the bytes that it reads.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from edgespec.engines.file_heads import HeadText
-from edgespec.engines.head import States
+from edgespec.engines.head import Confidences, DraftHead, HeadFacts, States
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.graph import read_graph
 from edgespec.engines.onnx.kernel_engine import KernelEngine
@@ -51,7 +52,8 @@ class HeadTiles:
     def __init__(self, heads: HeadFile, kind: str) -> None:
         self._usual = kind
         rows = heads.frequent_rows * np.float32(heads.manifest.scale)
-        self._arrays: Mapping[str, NDArray[np.float32]] = {**heads.arrays, "rows": rows}
+        arrays = {name.replace(".", "_"): array for name, array in heads.arrays.items()}
+        self._arrays: Mapping[str, NDArray[np.float32]] = {**arrays, "rows": rows}
 
     def vector(self, name: str) -> NDArray[np.float32]:
         last = name.removesuffix(".weight").rpartition(".")[2]
@@ -139,7 +141,7 @@ class HeadLayer(Source):
 class EagleHead(KernelHead):
     """One text's view of the layer. Make it with `load_eagle`."""
 
-    def __init__(self, engine: KernelEngine, text: HeadText, fuse: _Fuse | None, slot: int = 0) -> None:
+    def __init__(self, engine: KernelEngine, text: HeadText, fuse: _Graph | None, slot: int = 0) -> None:
         super().__init__(engine, slot)
         self._text, self._fuse = text, fuse
         width = self.facts.width // 2  # a pair is a state and an embedding
@@ -152,7 +154,9 @@ class EagleHead(KernelHead):
     def encode(self, features: States) -> States:
         self._check_features(features)
         found = self._text.read(features)
-        return found if self._fuse is None else self._fuse.states(found)
+        if self._fuse is None:
+            return found
+        return self._fuse.run(features=found[:, : self._fuse.widths["features"]])[0]  # EAGLE-3's lack the last state
 
     def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
         scores, state = super().decode(token_ids, states)
@@ -171,30 +175,135 @@ class EagleHead(KernelHead):
         return EagleHead(self._engine, self._text.another(), self._fuse, sequence)
 
 
-class _Fuse:
-    """What makes one state of several of the target's: a matrix, in EAGLE-3 behind a norm."""
+class MedusaHead(DraftHead):
+    """Medusa (arXiv 2401.10774): one small head per drafted token, all on the target's last hidden state.
 
-    def __init__(self, heads: HeadFile, weights: HeadTiles, matrix: str, threads: int) -> None:
-        sizes, data = heads.manifest, MemoryWriter()
-        nodes, value = Nodes(data), "features"
-        if sizes.norms_features:
-            weight = nodes.store("feature_norm", heads.arrays["feature_norm"])
-            nodes.add(NORM, [value, weight], [value := "normed"], "Norm", domain=DOMAIN, epsilon=sizes.norm_eps)
-        Tiles(weights, nodes).product("/fuse/MatMul", value, [f"model.{matrix}.weight"], "states")
-        self._width = weights.shape(f"model.{matrix}.weight")[1]
-        info, place = helper.make_tensor_value_info, [1, "n"]
-        inputs = [info("features", TensorProto.FLOAT, [*place, self._width])]
-        model = nodes.model(inputs, [info("states", TensorProto.FLOAT, [*place, sizes.hidden_size])])
+    A head knows the state and the token that was sampled from it, not what the heads before it propose. Make it with
+    `load_medusa`.
+    """
+
+    def __init__(self, heads: HeadFile, text: HeadText, graph: _Graph, end_ids: frozenset[int]) -> None:
+        self._text, self._graph = text, graph
+        self._state = np.zeros((1, heads.manifest.feature_size), np.float32)
+        self.start = self.end = 0
+        self.facts = HeadFacts(
+            context_length=1,
+            layers=(),
+            feature_width=text.feature_width,
+            width=heads.manifest.hidden_size,
+            end_ids=end_ids,
+            num_bytes=graph.num_bytes + text.num_bytes,
+            most_drafted=heads.manifest.depth,
+        )
+
+    def follow(self, token_ids: TokenIds) -> None:
+        self._text.scored.read(token_ids)
+
+    def inject(self, features: States) -> None:
+        """The last state alone is read."""
+        self._check_features(features)
+        self._state = self._text.read(features[-1:])
+
+    def block(self, token_id: int) -> tuple[Logits, Confidences | None]:
+        states, scores = self._graph.run(state=self._state, embedded=self._text.embed(np.array([token_id])))
+        return self._text.scored.logits(states, scores), None
+
+    def rollback(self, to_end: int) -> None:
+        """There is no cache."""
+
+    def drop_before(self, start: int) -> None:
+        """There is no cache."""
+
+    def restart(self, position: int) -> None:
+        """There is no cache."""
+
+    def another(self, sequence: int) -> MedusaHead:
+        found = copy(self)
+        found._text = self._text.another()
+        return found
+
+    def cancel(self) -> None:
+        """A draft takes less than a millisecond."""
+
+    def clear_cancel(self) -> None:
+        """See `cancel`."""
+
+    def close(self) -> None:
+        """The graph goes with the last text."""
+
+
+class _Graph:
+    """A session of some products. `widths` of its inputs, each of which has rows [n, width]."""
+
+    def __init__(self, nodes: Nodes, data: MemoryWriter, inputs: dict[str, int], outputs: dict[str, int]) -> None:
+        self.widths = inputs
+        given, made = (
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, f"{name} rows", width]) for name, width in of]
+            for of in (inputs.items(), outputs.items())
+        )
         arrays = {**data.arrays, **packed_tiles(data)}
-        self._session = open_session(model.SerializeToString(), Path(), threads=threads, provider="cpu", arrays=arrays)
+        graph = nodes.model(given, made).SerializeToString()
+        self._session = open_session(graph, Path(), threads=THREADS, provider="cpu", arrays=arrays)
         self._options, self.num_bytes = run_options(), sum(array.nbytes for array in arrays.values())
 
-    def states(self, features: States) -> States:
-        """States [n, width] of `features` [n, all states read]; EAGLE-3 does not read the last one."""
-        given = np.ascontiguousarray(features[None, :, : self._width])
+    def run(self, **rows: States) -> list[States]:
+        """Rows of each output."""
+        given = {name: np.ascontiguousarray(each[None]) for name, each in rows.items()}
         with translated(self._options):
-            found: States = self._session.run(None, {"features": given}, self._options)[0][0]
-        return found
+            return [found[0] for found in self._session.run(None, given, self._options)]
+
+
+def _fuse(heads: HeadFile, weights: HeadTiles, matrix: str) -> _Graph:
+    """What makes one state of several of the target's: a matrix, in EAGLE-3 behind a norm."""
+    sizes, data = heads.manifest, MemoryWriter()
+    nodes, value = Nodes(data), "features"
+    if sizes.norms_features:
+        weight = nodes.store("feature_norm", heads.arrays["feature_norm"])
+        nodes.add(NORM, [value, weight], [value := "normed"], "Norm", domain=DOMAIN, epsilon=sizes.norm_eps)
+    Tiles(weights, nodes).product("/fuse/MatMul", value, [f"model.{matrix}.weight"], "states")
+    width = weights.shape(f"model.{matrix}.weight")[1]
+    return _Graph(nodes, data, {"features": width}, {"states": sizes.hidden_size})
+
+
+def _medusa(heads: HeadFile, weights: HeadTiles) -> _Graph:
+    """States and scores of all heads: a head adds to the state what its blocks make of it, and of the token first."""
+    sizes, data = heads.manifest, MemoryWriter()
+    nodes, state = Nodes(data), "state"
+    form = Tiles(weights, nodes)
+    if sizes.is_projected:
+        form.product("/project/MatMul", "state", [f"model.{PROJECT}.weight"], "projected")
+        state = "projected"
+    nodes.add("Concat", [state, "embedded"], ["first"], "first", axis=-1)
+    found = []
+    for head in range(sizes.depth):
+        value, given = state, "first"
+        for block in range(sizes.blocks):
+            here = f"/head{head}/block{block}"
+            bias = nodes.store(f"bias{here}", heads.arrays[f"bias.{head}.{block}"])
+            form.products(f"{here}/MatMul", given, [f"model.weight_{head}_{block}.weight"], [f"{here}/x"], bias)
+            nodes.add("Sigmoid", [f"{here}/x"], [f"{here}/gate"], f"{here}/Sigmoid")
+            nodes.add("Mul", [f"{here}/x", f"{here}/gate"], [f"{here}/silu"], f"{here}/Mul")
+            nodes.add("Add", [value, f"{here}/silu"], [f"{here}/state"], f"{here}/Add")
+            value = given = f"{here}/state"
+        found.append(value)
+    nodes.add("Concat", found, ["states"], "states", axis=1)
+    form.product("/rows/MatMul", "states", ["lm_head.weight"], "scores")
+    widths = {"states": sizes.hidden_size, "scores": len(heads.frequent_rows)}
+    return _Graph(nodes, data, {"state": sizes.feature_size, "embedded": sizes.hidden_size}, widths)
+
+
+def _require_kernels() -> None:
+    if library_path() is None:
+        raise CapabilityError(f"heads of a file run on edgespec's own kernels, which are missing here: {why_missing()}")
+
+
+def load_medusa(
+    heads: HeadFile, vocabulary: Vocabulary, given_layers: tuple[int, ...] = (), *, kind: str = "Q8_0"
+) -> MedusaHead:
+    """`heads` of the kind medusa. Arguments and errors as of `load_eagle`."""
+    _require_kernels()
+    text = HeadText(heads, vocabulary.size, given_layers)
+    return MedusaHead(heads, text, _medusa(heads, HeadTiles(heads, kind)), vocabulary.end_ids)
 
 
 def load_eagle(
@@ -213,8 +322,7 @@ def load_eagle(
     kernels, or for a size that they do not have, ModelFileError for weights that are no use.
     """
     sizes = heads.manifest
-    if library_path() is None:
-        raise CapabilityError(f"EAGLE heads run on edgespec's own kernels, which are missing here: {why_missing()}")
+    _require_kernels()
     if sizes.head_dim % HEAD_MULTIPLE:
         raise CapabilityError(
             f"these heads have {sizes.head_dim} values in a head of attention; allowed: multiples of 16"
@@ -226,7 +334,7 @@ def load_eagle(
     graph = read_graph(source, cells=context_length, hidden_states=True)
     use = ModelUse(context_length, threads=threads, max_sequences=sequences, provider="cpu")
     settings = OnnxSettings.checked(graph, source.config(), use)
-    fuse = _Fuse(heads, weights, matrix, threads) if matrix else None
+    fuse = _fuse(heads, weights, matrix) if matrix else None
     engine = KernelEngine(source, graph, settings, source.config(), vocabulary)
     source.forget()
     return EagleHead(engine, text, fuse)
