@@ -35,8 +35,8 @@ _CHILD = 24 * MIB  # the child process in which chat templates are rendered: 14 
 _CUDA = 340 * MIB  # what CUDA's libraries take of this machine's memory: measured on one of NVIDIA's H200, CUDA 13.0
 _STACK_BYTES = 8 << 20
 _SURVEYED_ROWS = 63
-# Bytes in memory for a weight of 8 bits in the file: of heads there are 8 bits and scales; their vocabulary is there like
-# that, too, and in half precision, from which inputs are looked up.
+# Bytes in memory for a weight of 8 bits in the file: of heads there are 8 bits and scales; their vocabulary is there as
+# well in half precision, from which inputs are looked up.
 _LAYER, _VOCABULARY = 1.25, 3.25
 _HEAD_CONTEXT = 2048  # pairs of an EAGLE head
 _OPENING = 9.0  # the same while they are opened: in float32, as they are kept, and copies; measured on SmolLM2's
