@@ -21,7 +21,6 @@ from edgespec.drafters.heads import (
 )
 from edgespec.engines.base import Engine
 from edgespec.engines.features import WINDOW
-from edgespec.engines.file_heads import columns_of
 from edgespec.engines.head import DraftHead
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.check import HEAD_NAMES, is_gemma4_drafter
@@ -80,6 +79,8 @@ def open_heads(heads: HeadFile, path: Path, target: Engine) -> Drafter:
 
 def _probed(heads: HeadFile, target: Engine) -> NDArray[np.float32]:
     """The states of `target` for the probe tokens that identify the heads' own; leaves its cache empty."""
+    from edgespec.engines.onnx.file_heads import columns_of
+
     target.give_hidden_states(True)
     try:
         target.forward(Batch.chain(heads.probe_ids))
