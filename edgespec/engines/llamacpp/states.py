@@ -118,7 +118,8 @@ class HiddenStates:
     def prepare(self, rows: RowBuffer, width: int) -> None:
         """The next pass has these `rows`, the first `width` of them the caller's."""
         gives, self._placed = self.are_wanted, rows
-        self._tell(self.layers if gives else ())
+        if gives:
+            self._tell(self.layers)  # from now on: the library plans its graph anew when that changes
         if self.has_last and self.rows != "scored rows":
             extension("set_states")(self._context, gives, self.rows == "rows with logits")
         elif self.has_last:
