@@ -80,12 +80,15 @@ def _highest(engine: Engine, ids: TokenIds, widths: list[int]) -> int:
     """Up to which of the ascending `widths` all give the same bits."""
     engine.rollback(0)
     _read(engine, ids)
-    known, highest = Bits(), 0
-    for width in widths:
+    # All cells that wider passes will write are of the lowest width before.
+    known = passes_of(engine, ids, max(ids.size - max(widths[-1], FEW_ROWS), 0), widths[0])
+    highest = widths[0]
+    for width in widths[1:]:
         found = passes_of(engine, ids, max(ids.size - max(width, FEW_ROWS), 0), width)
-        if highest and not known.agrees(found):
+        if not known.agrees(found):
             break
-        known, highest = Bits(known.rows | found.rows, found.cache), width
+        known.rows |= found.rows
+        highest = width
     return highest
 
 
