@@ -92,7 +92,7 @@ def test_an_option_out_of_range_is_refused(tiny_path, option):
 
 @pytest.mark.parametrize("kind", ["cache_type_k", "cache_type_v"])
 def test_a_cache_in_blocks_that_heads_do_not_fill_is_refused(tiny_path, kind):
-    with pytest.raises(CapabilityError, match=r"block size 32 does not divide .*=16.* other --cache-type"):
+    with pytest.raises(CapabilityError, match=r"block size 32 does not divide .*=16.* or other cache_type_k="):
         load(tiny_path, **{kind: "q8_0"})
 
 
