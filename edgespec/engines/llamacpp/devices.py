@@ -142,28 +142,35 @@ MARGIN_SHARE, LEAST_MARGIN = 0.05, 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """Bytes: weights of the `head` and of each of the `layers`, and a layer's part of the `cache`."""
+    """Bytes: weights of the `head` and of each of the `layers`, and a layer's part of the `cache`.
+
+    `visiting`: the largest tensor that stays on the processor against its layer. llama.cpp copies it to the device for
+    wide passes, as a prompt's.
+    """
 
     head: int
     layers: tuple[int, ...]
     cache: int
+    visiting: int = 0
 
     @classmethod
     def of(cls, header: GgufHeader, layers: int, cache_bytes: int, overrides: TensorOverrides = ()) -> LayerSizes:
         """`layers`: how many the model has; `cache_bytes` of all of them."""
-        weights, moved = [0] * layers, 0
+        weights, moved, visiting = [0] * layers, 0, 0
         head: dict[str, int] = {}
         for tensor in header.tensors:
             found, device = LAYER.match(tensor.name), device_of(tensor.name, overrides)
-            if device:
-                moved += tensor.num_bytes if device != CPU else 0
+            if device == CPU:
+                visiting = max(visiting, tensor.num_bytes)
+            elif device:
+                moved += tensor.num_bytes
             elif not found:
                 head[tensor.name] = tensor.num_bytes
             elif int(found[1]) < layers:
                 weights[int(found[1])] += tensor.num_bytes
         if any(tensor.name == HEAD for tensor in header.tensors):
             head.pop(EMBEDDINGS, None)
-        return cls(sum(head.values()) + moved, tuple(weights), cache_bytes // max(layers, 1))
+        return cls(sum(head.values()) + moved, tuple(weights), cache_bytes // max(layers, 1), visiting)
 
     def weights_on(self, gpu_layers: int) -> int:
         """Bytes of weights on the device. `gpu_layers` as llama.cpp counts them, -1: all."""
