@@ -111,7 +111,7 @@ def test_a_70b_and_8b_pair_is_planned_from_its_headers_alone(tmp_path: Path, byt
     assert weights > 35e9 and sum(bytes_read) < 4 * MIB
     assert alone.mapped == target.stat().st_size
     assert alone.packed == 0 or alone.packed > 0.9 * weights  # by processor
-    assert alone.cache == 4352 * 80 * 2 * 1024 * 2  # cells, layers, keys and values, bytes
+    assert alone.cache == 4096 * 80 * 2 * 1024 * 2  # cells, layers, keys and values, bytes
     assert alone.context_length == 4096
     bytes_read.clear()
     chosen = LoadOptions(model=str(target), draft=draft, memory="48GiB", context_length=8192, gpu_layers=0)
