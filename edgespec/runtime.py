@@ -18,7 +18,6 @@ from edgespec.config.values import LOSSY, DrafterName, RuleName
 from edgespec.control.cost import CostCurve, DraftCost
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
-from edgespec.engines.progress import reporting_to
 from edgespec.errors import CapabilityError, ConfigError, PromptError, SamplingError, shown
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
@@ -47,14 +46,13 @@ from edgespec.reports import RoundRecord, Stats
 from edgespec.sampling import Sampler
 from edgespec.sampling.constraint.grammar import Grammar
 from edgespec.sampling.constraint.state import Constraint, Constraints
-from edgespec.types import Progress, TokenIds
+from edgespec.types import TokenIds
 
 __all__ = ["Generation", "Messages", "Model", "Prompt", "Result", "load"]
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 OnRound = Callable[[RoundRecord], None]
 _MOST_CHARACTERS = 16  # of a prediction, per token of the context
-_NOTABLE_PADDING_COST = 1.15  # slowdown of single-token steps by padding, from which on a note reports it
 
 
 class Model(Closing):
@@ -115,13 +113,14 @@ class Model(Closing):
         """Remarks on the effective configuration that the user should see."""
         notes = [self.memory.note] if self.memory is not None and self.memory.note else []
         notes += self.target.facts.notes
+        pinned = self.target.facts.pinned_class
         if not self.reproducible:
             notes += self._why_not_reproducible()
-        elif self.target.facts.padding_cost > _NOTABLE_PADDING_COST:
-            slowdown = f"{self.target.facts.padding_cost:.2f}x slower"
+        elif pinned is not None and pinned[0] > 1:
             fix = "-ctk q8_0 may help; " if self.target.facts.name == "llamacpp" else ""
             notes.append(
-                f"Reproducible mode: single-token steps are {slowdown} on this model; {fix}see --no-reproducible"
+                f"Reproducible mode: a single token takes a pass of {pinned[0]} on this model; {fix}see "
+                "--no-reproducible"
             )
         notes += [note for drafter in list(self._pool.drafters.values()) for note in drafter.notes]
         if not self.target.facts.writes:
@@ -451,16 +450,8 @@ class Model(Closing):
         self._executor.close()
 
 
-def load(
-    model: str | os.PathLike[str] | LoadOptions = "demo",
-    *,
-    on_progress: Progress | None = None,
-    **options: Unpack[LoadKeywords],
-) -> Model:
+def load(model: str | os.PathLike[str] | LoadOptions = "demo", **options: Unpack[LoadKeywords]) -> Model:
     """Load a pair by registry name or path, with the fields of `LoadOptions` as keywords; or by one `LoadOptions`.
-
-    `on_progress`: called with (steps done, steps in all, what is being done) during slow steps, such as those of the
-    first load with `reproducible=True`. If it raises an exception the load ends, and measurements so far are kept.
 
     Raises ConfigError for an unknown option, a bad value or a file that is not a chat template, ModelNotFound,
     ModelFileError, VocabularyMismatch (names the first token that differs), and CapabilityError if the model or engine
@@ -479,7 +470,7 @@ def load(
         chosen = LoadOptions(model=model, **given)  # type: ignore[arg-type]  # LoadOptions accepts any path
     template = read_template(chosen.chat_template_file)
     try:
-        with reporting_to(on_progress), keeping_headers():
+        with keeping_headers():
             room = Room.now(chosen.memory)
             if not room.has_resource_limits:
                 CHILDREN.warm()
