@@ -208,9 +208,18 @@ def report_of(
         "total": total.to_json(),
         "domains": {name: Summary(found).to_json() for name, found in by_domain.items()},
         "accepted_lengths": accepted_lengths(records),
-        "cost_curve": {str(width): s for width, s in enumerate(model.cost_curve.table()) if width},
-        "draft_token_s": {name: cost.token_s for name, cost in model.draft_costs.items()},
+        "cost_curve": {str(width): s for width, s in enumerate(model.drafters.costs.curve.table()) if width},
+        "draft_token_s": draft_token_s(model),
     }
+
+
+def draft_token_s(model: Model) -> dict[str, float]:
+    """Seconds of a drafted token, by the name of each drafter that owns a model: a guess until answers taught it."""
+    costs = model.drafters.costs
+    if costs.curve.is_scaled:
+        for cost in costs.drafts.values():
+            cost.scale(costs.curve.at(1))
+    return {name: cost.token_s for name, cost in costs.drafts.items()}
 
 
 def _is_identical(trials: Sequence[Trial]) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from edgespec.bench.report import Side, row, shown
+from edgespec.bench.report import Side, draft_token_s, row, shown
 from edgespec.bench.runner import Measurement, Task, measure
 from edgespec.config.options import GenerateOptions
 from edgespec.config.values import DrafterName, DraftLength
@@ -121,7 +121,7 @@ class Sweep:
 
 def swept_choices(model: Model) -> list[Choice]:
     """The settings to try: every drafter of the model, or the one that it was loaded for, with each length."""
-    names = model.drafter_names if model.drafter_name == "auto" else [model.drafter_name]
+    names = model.drafters.names if model.drafter_name == "auto" else [model.drafter_name]
     return [Choice(name, length) for name in names for length in SWEPT_LENGTHS]
 
 
@@ -133,7 +133,7 @@ def explained_drafter(model: Model) -> DrafterName:
     """The drafter whose lengths are swept: the one named, else the draft model, else the first that there is."""
     if model.drafter_name != "auto":
         return model.drafter_name
-    names = model.drafter_names
+    names = model.drafters.names
     if not names:
         raise ConfigError("--explain needs a drafter, and this model has none")
     return "model" if "model" in names else names[0]
@@ -238,7 +238,7 @@ def costs_of(model: Model, plain: Side, drafted: Side) -> Costs | None:
     plain_s = 1 / plain.pooled_rate
     rounds = max(drafted.total("rounds"), 1)
     overhead_s = drafted.total("overhead_s") / rounds
-    pass_s = model.cost_curve.table()
+    pass_s = model.drafters.costs.curve.table()
     # The curve is that of a quiet machine; these runs may have been slower.
     pace = sum(r.verify_s for r in records) / sum(pass_s[r.width] for r in records) if records else 1.0
     round_s = [plain_s if width == 1 else pace * seconds + overhead_s for width, seconds in enumerate(pass_s)]
@@ -254,7 +254,7 @@ def _token_s(model: Model, drafting: Sequence[RoundRecord]) -> float:
     drafted = sum(record.drafted_tokens for record in drafting)
     if drafted >= _ENOUGH_DRAFTED:
         return sum(record.draft_s for record in drafting) / drafted
-    return max((cost.token_s for cost in model.draft_costs.values()), default=0.0)
+    return max(draft_token_s(model).values(), default=0.0)
 
 
 def balance(plain: Side, drafted: Side) -> str:

@@ -108,9 +108,9 @@ def configuration_line(model: Model, sampling: Sampling, options: GenerateOption
 
 
 def _mode(model: Model, rule: RuleName) -> str:
-    if model.is_reproducible(rule):
-        return "reproducible"
-    return "fastest mode" if rule == "coupled" else "not reproducible"
+    if rule != "coupled":
+        return "not reproducible"
+    return "fastest mode" if model.target.facts.pinned_class is None else "reproducible"
 
 
 def length_note(stats: Stats, options: GenerateOptions, *, in_chat: bool = False) -> str | None:

@@ -72,7 +72,7 @@ def test_all_wait_for_one_pass(model: Model) -> None:
 def test_drafts_of_all_take_one_pass_for_each_token(model: Model, drafter: Any) -> None:
     """The draft model's passes for four answers are about as many as those for one of them."""
     options = replace(OPTIONS, drafter=drafter, draft_length=3)
-    counted = Counting(model.draft_engine)
+    counted = Counting(model.drafters.draft_engine)
     prompts = PROMPTS[:2] + PROMPTS[3:5]
     most_alone = 0
     for prompt in prompts:
@@ -178,7 +178,7 @@ def test_a_failing_draft_is_left_out_of_its_own_generation_only(model: Model, dr
     prompts = [[1, 2], [3, 4], [5, 6]]
     expected = [alone(model, prompt, Sampling()) for prompt in prompts]
     model.forget()
-    Counting(model.draft_engine).broken_sequence = 1
+    Counting(model.drafters.draft_engine).broken_sequence = 1
     found = model.generate_all(prompts, Sampling(), replace(OPTIONS, drafter=drafter, draft_length=3))
     assert all(map(same, found, expected))
     assert [any("broken" in note for note in result.stats.notes) for result in found] == [False, True, False]
@@ -191,7 +191,7 @@ def test_a_generation_that_is_cancelled_while_it_drafts_leaves_the_others_alone(
     model.forget()
     options = replace(OPTIONS, drafter="model", draft_length=6)
     generations = [model.stream(prompt, Sampling(), options) for prompt in prompts]
-    counted = Counting(model.draft_engine)
+    counted = Counting(model.drafters.draft_engine)
     with model.batch() as batch:
         for generation in generations:
             batch.begin(generation)
@@ -212,7 +212,7 @@ def test_a_draft_model_that_is_released_in_the_midst_of_drafts_changes_no_text(m
     model.forget()
     options = replace(OPTIONS, drafter="model", draft_length=6)
     generations = [model.stream(prompt, Sampling(), options) for prompt in prompts]
-    counted = Counting(model.draft_engine)
+    counted = Counting(model.drafters.draft_engine)
     with model.batch() as batch:
         for generation in generations:
             batch.begin(generation)

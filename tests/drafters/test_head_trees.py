@@ -313,7 +313,7 @@ def test_first_choices_stand_about_as_often_as_they_claim(kind: str) -> None:
                     stood.append(children[0] in verdict.accepted_nodes)
 
     with edgespec.load("demo", engine="llamacpp", drafter=kind, reproducible=True, threads=TEST_THREADS) as model:
-        controller = Noted(model._pool.drafter(kind), 16)
+        controller = Noted(model.drafters.drafter(kind), 16)
         cached = CachedSequence(model.target)
         cached.keep_features(True)
         for seed, prompt in enumerate(PROMPTS * 2):
