@@ -14,7 +14,7 @@ import msgspec
 
 from edgespec.config.habits import did_you_mean
 from edgespec.errors import shown
-from edgespec.sampling.constraint.numbers import scalars
+from edgespec.sampling.constraint.schema import scalars
 from edgespec.server.http_errors import HttpError, bad_request
 
 MAX_JSON_DEPTH = 64
