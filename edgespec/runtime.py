@@ -43,9 +43,9 @@ from edgespec.memory.plan import Room
 from edgespec.memory.watch import MemoryReport
 from edgespec.platform.memory import keep_one_arena
 from edgespec.reports import RoundRecord, Stats
-from edgespec.sampling import Sampler
 from edgespec.sampling.constraint.grammar import Grammar
 from edgespec.sampling.constraint.state import Constraint, Constraints
+from edgespec.sampling.sampler import Sampler
 from edgespec.types import Progress, TokenIds
 
 __all__ = ["Generation", "Messages", "Model", "Prompt", "Result", "load"]

@@ -24,11 +24,10 @@ from edgespec.bench.sweep import (
     swept_choices,
 )
 from edgespec.cli import FilePath
-from edgespec.cli.interrupt import stops
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.options import SettingsCommand, require_speculation, resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, show_configuration
-from edgespec.cli.terminal import note
+from edgespec.cli.terminal import note, stops
 from edgespec.config.options import PRINTING, PROMPTING, REMEMBERING, STRUCTURE
 from edgespec.errors import ConfigError
 

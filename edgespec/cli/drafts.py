@@ -9,8 +9,7 @@ from pathlib import Path
 import click
 
 from edgespec.cli.shell import models, run_command
-from edgespec.cli.status import waiting
-from edgespec.cli.terminal import note
+from edgespec.cli.terminal import note, waiting
 from edgespec.installation import quoted
 from edgespec.loading.draft_ranking import ASSUMED_ACCEPTANCE, Aim, Candidate, find_aim, rank
 

@@ -166,8 +166,7 @@ class _Notes(logging.Handler):
     """Shows what the library logs: warnings always, what it is busy with while the user waits or with --verbose."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from edgespec.cli.status import report_progress  # imports rich, which --help does without
-        from edgespec.cli.terminal import note, verbosity
+        from edgespec.cli.terminal import note, report_progress, verbosity
 
         message = record.getMessage()
         if record.levelno >= logging.WARNING or verbosity() == "verbose":

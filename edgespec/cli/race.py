@@ -31,12 +31,11 @@ from edgespec.bench.report import Report, Summary, equality, report_of
 from edgespec.bench.runner import Runner, Task, Trial
 from edgespec.bench.sweep import balance, changes, costs_of, threshold, typical_width
 from edgespec.cli import FilePath, printable
-from edgespec.cli.interrupt import Interruption, stops
 from edgespec.cli.main import FAILED, INTERRUPTED
 from edgespec.cli.options import SettingsCommand, require_speculation, resolve_settings, settings_options
 from edgespec.cli.run import encode_prompt, read_prompt
 from edgespec.cli.session import Session, open_session, show_configuration
-from edgespec.cli.terminal import note
+from edgespec.cli.terminal import Interruption, note, stops
 from edgespec.config.options import PRINTING, REMEMBERING, STRUCTURE
 from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.platform.files import write_atomically

@@ -11,12 +11,11 @@ from typing import Any
 import click
 
 from edgespec.cli.chat import converse, settings_with_model
-from edgespec.cli.interrupt import stops
 from edgespec.cli.main import FAILED, INTERRUPTED
 from edgespec.cli.options import GroupedOption, SettingsCommand, settings_options
 from edgespec.cli.session import Session, open_session, require_chat_template, show_beginning, show_memory_note
 from edgespec.cli.stdin import is_interactive, text_behind, whole_input
-from edgespec.cli.terminal import complain, length_note
+from edgespec.cli.terminal import complain, length_note, stops
 from edgespec.config.options import GenerateOptions, SessionOptions
 from edgespec.config.values import MAX_TOP_LOGPROBS
 from edgespec.errors import ConfigError, ModelNotFound, PromptError, shown

@@ -18,7 +18,7 @@ import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.loading.sample_prompts import PROMPTS
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from edgespec.types import TokenIds
 
 CHAIN = 12  # tokens drafted from each position

@@ -11,10 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import click
 import gguf
 import pytest
 from click.testing import CliRunner
@@ -22,7 +20,6 @@ from click.testing import CliRunner
 import edgespec
 from command_line import POSIX, refusal, run
 from edgespec.cli import stdin as piped
-from edgespec.cli import terminal
 from edgespec.cli.main import ALIASES, COMMANDS, cli
 from edgespec.errors import PromptError
 from edgespec.formats.manifest import MANIFEST
@@ -428,13 +425,3 @@ def test_a_dumb_terminal_gets_no_escape_codes(terminal: str, has_codes: bool):
     result = CliRunner().invoke(cli, ["plan", "demo"], color=True, env={"TERM": terminal, "NO_COLOR": ""})
     assert result.exit_code == 0, result.output
     assert ("\x1b" in result.stdout) == has_codes
-
-
-def test_notes_of_other_threads_are_shown_with_verbose_too():
-    with ThreadPoolExecutor(1) as pool, click.Context(cli) as context:
-        terminal.begin_command()
-        assert pool.submit(terminal.verbosity).result() == "normal"
-        terminal.set_verbosity(context, "verbose")
-        assert (terminal.verbosity(), pool.submit(terminal.verbosity).result()) == ("verbose", "verbose")
-        terminal.begin_command()
-        assert pool.submit(terminal.verbosity).result() == "normal"

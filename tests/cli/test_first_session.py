@@ -12,9 +12,8 @@ import pytest
 
 from command_line import run
 from edgespec.cli.main import _report
-from edgespec.cli.status import waiting
 from edgespec.cli.stdin import line_reader
-from edgespec.cli.terminal import complain, length_note
+from edgespec.cli.terminal import complain, length_note, waiting
 from edgespec.config.options import SETTINGS, GenerateOptions
 from edgespec.reports import Stats
 from tiny_gguf import Shape, write_model

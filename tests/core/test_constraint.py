@@ -24,12 +24,12 @@ from edgespec.errors import CapabilityError, ConfigError, EngineError, SamplingE
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.reports import TokenEvent
-from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.constraint import library
 from edgespec.sampling.constraint.grammar import Grammar, compiled
 from edgespec.sampling.constraint.library import Library
 from edgespec.sampling.constraint.state import Constraint, Constraints, Mask
+from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft
 from laws import ALPHA_1E6, chi_square_score

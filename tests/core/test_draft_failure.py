@@ -20,7 +20,7 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import EngineError
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from edgespec.types import Batch, Logits, TokenIds
 from table_engine import Struck, TableEngine
 from tiny_heads import LAYERS, OpenHead, drafter_of, random_heads

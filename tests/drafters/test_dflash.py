@@ -28,8 +28,8 @@ from edgespec.generation.run_state import Run
 from edgespec.loading.draft_ranking import find_aim, rank
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.plan import planned
-from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch
 from lossless import assert_same_text, assert_several_draft_apart, assert_window_changes_no_text

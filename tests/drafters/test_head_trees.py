@@ -25,8 +25,8 @@ from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.kernels.library import library_path
 from edgespec.reports import RoundRecord
-from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, Logits, Verdict
 from head_tables import KINDS, VOCABULARY, request, table, with_features

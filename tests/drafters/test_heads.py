@@ -27,7 +27,7 @@ from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
 from edgespec.formats.head_file import read_head_file, write_head_file
 from edgespec.formats.manifest import read_pair
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from head_tables import KINDS, VOCABULARY, request, table, with_features
 from lossless import GREEDY, PLAIN, PROMPTS, run_once
 from table_engine import TableEngine

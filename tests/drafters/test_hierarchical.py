@@ -14,7 +14,7 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.errors import Cancelled, CapabilityError, ModelNotFound, VocabularyMismatch
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from edgespec.types import Batch, Draft, Logits, Verdict
 from lossless import DEMO, VOCABULARY
 from table_engine import TableEngine
