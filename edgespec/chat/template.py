@@ -170,7 +170,7 @@ def encode_messages(
     """
     source = vocabulary.chat_template
     if source is None:
-        raise PromptError(f"model {model_name!r} has no chat template: use --no-chat-template, or generate()")
+        raise PromptError(f"model {model_name!r} has no chat template: use --no-chat-template or generate()")
     ids = encode_rendered(vocabulary, _renderer(vocabulary, source), messages, tools, arguments, ending)
     if vocabulary.adds_bos and vocabulary.bos_id is not None and ids[:1] != [vocabulary.bos_id]:
         ids.insert(0, vocabulary.bos_id)

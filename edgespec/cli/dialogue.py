@@ -36,8 +36,8 @@ class Chat:
         """Ask `text` and print the answer; a failure leaves the conversation as it was."""
         before = self.conversation.copy()
         self.conversation.ask("\n\n".join((text, *self.attached)))
+        self.attached = []  # first: with what no context holds, every message would be refused
         self._answer(before)
-        self.attached = []
 
     def say_again(self) -> None:
         """Answer the last message again with the next seed; the same seed would give the same text."""

@@ -291,15 +291,10 @@ def _table(rows: list[tuple[str, ...]]) -> None:
 
 
 def _read(chat: Chat, argument: str) -> None:
-    """Raises ConfigError for a file that cannot be read, StateError for one that no context would hold."""
+    """Raises ConfigError for a file that cannot be read."""
     if not argument:
         raise StateError("/read needs a file name")
     text = file_text(argument, "/read")
-    model = chat.session.model
-    num_tokens = len(model.encode("\n\n".join((*chat.attached, text))))
-    if num_tokens >= model.context_length:  # else every message would be refused until it is taken back
-        what = f"{argument} has {num_tokens} tokens{' with what was read before' if chat.attached else ''}"
-        raise StateError(f"{what}, but the context holds only {model.context_length}: read less of it")
     chat.attached.append(text)
     reply(f"{counted(len(text), 'character')} of {argument} go behind the next message (/clear takes them back)")
 

@@ -171,7 +171,7 @@ def _check(name: DrafterName, wanted: tuple[DrafterName, ...], pair: ModelPair, 
     engines = " or ".join(spec.engines)
     raise CapabilityError(
         f"drafter {name!r} needs {need.what} for a target on {engines}, and {pair.name!r} has {draft} and runs on "
-        f"{target.engine}: give {need.flags}{'' if missing else f', with --engine {spec.engines[0]}'}, or "
+        f"{target.engine}: give {need.flag}{'' if missing else f', with --engine {spec.engines[0]}'}, or "
         f"use --drafter {own[0] if own else FALLBACK}"
     )
 

@@ -391,7 +391,7 @@ def test_doctor_tells_which_models_are_damaged(tmp_path, monkeypatch):
 def test_doctor_tells_how_to_build_llama_cpp_for_other_devices(monkeypatch):
     device = {"name": "CPU", "description": "a processor", "kind": "cpu", "total_bytes": 2**30, "free_bytes": 0}
     found = {"installed": True, "available": True, "version": "1", "features": [], "gpu_offload": False, "rpc": False}
-    found |= {"backends": ["CPU"], "devices": [device]}
+    found |= {"devices": [device]}
     monkeypatch.setattr("edgespec.cli.doctor._llamacpp", lambda: found)
     monkeypatch.setattr("edgespec.cli.doctor.gpu_backend", lambda: "vulkan")
     shown = run("doctor").stdout
@@ -399,8 +399,6 @@ def test_doctor_tells_how_to_build_llama_cpp_for_other_devices(monkeypatch):
     assert "device CPU: a processor (cpu, 1.0 GiB)" in shown
     assert re.search(r"this machine's GPU \(any GPU\): .*(GGML_VULKAN=ON|--backend vulkan)", shown)
     assert re.search(r"several machines \(RPC\): not in this build: .*(GGML_RPC=ON|--backend rpc)", shown)
-    found["backends"] = ["Vulkan", "CPU"]
-    assert "this build of llama.cpp has Vulkan, which finds none" in run("doctor").stdout
 
 
 def test_doctor_tells_of_two_builds_of_onnx_runtime(monkeypatch):
@@ -413,7 +411,7 @@ def test_doctor_tells_of_two_builds_of_onnx_runtime(monkeypatch):
 
 
 def test_doctor_explains_an_engine_that_cannot_start(monkeypatch):
-    monkeypatch.setattr("edgespec.cli.doctor.sys.executable", "/nonexistent/python")
+    monkeypatch.setattr("edgespec.contained.sys.executable", "/nonexistent/python")
     result = run("doctor")
     assert result.exit_code == 1
     assert "engine llamacpp: NOT available" in result.stdout
