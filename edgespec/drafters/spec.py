@@ -19,7 +19,7 @@ from edgespec.platform.files import is_folder
 
 if TYPE_CHECKING:
     from edgespec.corpus.index import SuffixIndex
-    from edgespec.corpus.learnt import LearntTexts
+    from edgespec.corpus.store import LearntTexts
     from edgespec.drafters.base import Drafter
     from edgespec.vocabulary import Vocabulary
 
@@ -28,8 +28,7 @@ logger = logging.getLogger("edgespec")
 
 def learnt_texts(vocabulary: Vocabulary) -> LearntTexts:
     """What models wrote in `vocabulary` in earlier runs."""
-    from edgespec.corpus.learnt import LearntTexts
-    from edgespec.corpus.store import vocabulary_key
+    from edgespec.corpus.store import LearntTexts, vocabulary_key
 
     return LearntTexts(vocabulary_key(vocabulary), vocabulary.size)
 

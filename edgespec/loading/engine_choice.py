@@ -133,7 +133,7 @@ def has_fast_kernels() -> bool:
 
 def runs_on_kernels(path: Path) -> bool:
     """Whether the kernels run a model where nothing else is asked for."""
-    return path.suffix == ".gguf" and not why_unreadable(path)
+    return path.suffix != ".onnx" and not why_unreadable(path)
 
 
 def why_unreadable(path: Path, *, nextn: bool = False) -> str:
@@ -173,7 +173,7 @@ def shipped_heads(source: Path, sha256: str | None = None) -> Path | None:
     """
     from edgespec.formats.head_file import read_head_manifest  # imports numpy
 
-    if source.suffix.lower() != ".gguf" or not is_file(source):
+    if source.suffix == ".onnx" or not is_file(source):
         return None
     for path in sorted(shipped_models().glob(f"*/{SHIPPED}")):
         try:

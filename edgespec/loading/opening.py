@@ -5,8 +5,7 @@ Not what a load measures, or whether it succeeds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 
 from edgespec.closing import closed_on_failure
@@ -25,11 +24,9 @@ from edgespec.formats.gguf.header import keeping_headers, read_header
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.loading.download import check_hash, was_hashed
 from edgespec.loading.drafts import draft_cache
-from edgespec.loading.engine_choice import with_engines
 from edgespec.loading.heads import open_head_file, open_heads, open_own_layers, read_heads, state_layers
-from edgespec.loading.registry import resolve
 from edgespec.loading.requirements import Chosen, draft_use, resolve_pair, target_use
-from edgespec.vocabulary import Vocabulary, check_same_vocabulary
+from edgespec.vocabulary import check_same_vocabulary
 
 
 def start_trial(options: LoadOptions, pair: ModelPair) -> Trial:
@@ -122,25 +119,6 @@ def _model_drafter(options: LoadOptions, file: ModelFile, target: Engine) -> Mod
     with closed_on_failure(engine):
         cache, note = draft_cache(target, engine, file.path.name)
     return ModelDrafter(engine, cache, (note,) if note else ())
-
-
-@contextmanager
-def open_vocabulary(options: LoadOptions) -> Iterator[tuple[ModelPair, Vocabulary]]:
-    """The pair that `options` name and its target's vocabulary, without its weights. Raises as `open_models`."""
-    pair = with_engines(options, resolve(options.model, options.draft, options.engine))
-    file = pair.files["target"]
-    if file.engine == "llamacpp":
-        from edgespec.engines.llamacpp.tokenizer import VocabularyFile
-
-        with VocabularyFile(file.path) as vocabulary:
-            yield pair, vocabulary
-    else:
-        from edgespec.engines.onnx.graph import read_graph
-        from edgespec.engines.onnx.source import open_source
-        from edgespec.engines.onnx.tokenizer import TokenizerFile
-
-        source = open_source(file.path)
-        yield pair, TokenizerFile(source.folder, read_graph(source).vocabulary_size)
 
 
 def has_chat_template(file: ModelFile) -> bool:

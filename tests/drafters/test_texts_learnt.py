@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from damage import damaged
-from edgespec.corpus.learnt import MAX_ANSWER_TOKENS, LearntTexts
+from edgespec.corpus.store import MAX_ANSWER_TOKENS, LearntTexts
 
 SIZE = 1000
 
 
-def make(folder: Path, **limits: float) -> LearntTexts:
-    return LearntTexts("key", SIZE, folder=folder, **limits)  # type: ignore[arg-type]
+def make(folder: Path, **limits: int) -> LearntTexts:
+    return LearntTexts("key", SIZE, folder=folder, **limits)
 
 
 def answer(seed: int, size: int = 50) -> np.ndarray:
@@ -26,11 +25,10 @@ def answer(seed: int, size: int = 50) -> np.ndarray:
 
 def test_answers_come_back_the_oldest_first(tmp_path: Path) -> None:
     learnt = make(tmp_path)
-    assert learnt.read() == [] and learnt.kept() == (0, 0)
+    assert learnt.read() == []
     for seed in (3, 1, 2):
         learnt.add(answer(seed))
     assert [ids.tolist() for ids in make(tmp_path).read()] == [answer(seed).tolist() for seed in (3, 1, 2)]
-    assert learnt.kept() == (3, 150)
     assert learnt.path.stat().st_mode & 0o077 == 0, "others may not read it"
     assert learnt.clear() and not learnt.clear() and learnt.read() == []
 
@@ -47,7 +45,7 @@ def test_short_answers_are_not_kept_and_long_ones_are_cut(tmp_path: Path) -> Non
     learnt.add(answer(0, 3))
     assert not learnt.path.exists()
     learnt.add(answer(0, MAX_ANSWER_TOKENS + 5))
-    assert learnt.kept() == (1, MAX_ANSWER_TOKENS)
+    assert [ids.size for ids in learnt.read()] == [MAX_ANSWER_TOKENS]
 
 
 def test_the_oldest_go_when_there_are_too_many(tmp_path: Path) -> None:
@@ -55,15 +53,6 @@ def test_the_oldest_go_when_there_are_too_many(tmp_path: Path) -> None:
     for seed in range(9):
         learnt.add(answer(seed))
     assert [ids.tolist() for ids in learnt.read()] == [answer(seed).tolist() for seed in (5, 6, 7, 8)]
-
-
-def test_old_answers_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    learnt = make(tmp_path, max_age_s=900.0)
-    learnt.add(answer(0))
-    later_s = time.time() + 1000
-    monkeypatch.setattr("edgespec.corpus.learnt.time.time", lambda: later_s)
-    learnt.add(answer(1))
-    assert [ids.tolist() for ids in learnt.read()] == [answer(1).tolist()]
 
 
 def test_any_damage_gives_what_was_written_or_less(tmp_path: Path) -> None:
