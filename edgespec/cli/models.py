@@ -1,4 +1,4 @@
-"""`edgespec ls`, `show`, `add`, `rm`: the models on this machine, and those that can be pulled."""
+"""`edgespec ls`, `show`, `add`, `rm`, `drafts`, `plan`: models that are here or can be pulled, and what each takes."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from edgespec.cli import FilePath, aligned, printable, say
-from edgespec.cli.shell import names_here, names_known, run_command
-from edgespec.cli.terminal import note, runner
-from edgespec.config.options import LoadOptions
+from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
+from edgespec.cli.shell import models, names_here, names_known, run_command
+from edgespec.cli.terminal import note, runner, waiting
+from edgespec.config.options import REMEMBERING, LoadOptions
 from edgespec.config.values import as_size
-from edgespec.errors import EdgespecError
+from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
 from edgespec.installation import quoted
 from edgespec.loading.catalogue import Entry, entries, entry_called
+from edgespec.loading.drafts import Aim, Candidate, find_aim, rank
 from edgespec.loading.model_facts import ModelFacts, size_label
 from edgespec.loading.own_models import (
     Listed,
@@ -35,9 +38,11 @@ from edgespec.loading.own_models import (
 from edgespec.loading.own_models import add as add_model
 from edgespec.loading.registry import is_known, resolve
 from edgespec.loading.requirements import resolve_pair
-from edgespec.memory.fit import chosen_context
-from edgespec.memory.plan import Room, planned
+from edgespec.memory.fit import Fitted, chosen_context, fit, placed
+from edgespec.memory.plan import Plan, Room, planned
+from edgespec.memory.watch import plan_object
 
+REFUSED = 2
 _FITS = {True: "yes", False: "no", None: "?"}
 
 
@@ -176,3 +181,110 @@ def _fit_of(num_bytes: int, *, has_draft: bool, is_guess: bool = False) -> str:
 
 def _size(each: Listed) -> str:
     return f"{'~' if each.is_guess else ''}{each.bytes / 1e9:.2f} GB"
+
+
+# -- drafts
+
+
+@click.command("drafts", short_help="Rank the draft models and heads for a target.")
+@click.argument("target", metavar="TARGET", shell_complete=models)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object")
+def drafts(target: str, as_json: bool) -> int:
+    """Rank draft models and heads for TARGET: those on this machine and those to pull.
+
+    Compares vocabularies, heads and targets as loading does, sizes and memory; bench measures what a draft gains. The
+    last line is the command to run. TARGET is a name, a file or a folder.
+    """
+    with waiting("comparing vocabularies"):
+        aim = find_aim(target)
+        found = rank(aim)
+    best = next((each for each in found if each.is_same and not each.why_not), None)
+    commands = _commands(aim, target, best)
+    if as_json:
+        listed = [dataclasses.asdict(each) | {"path": each.path and str(each.path)} for each in found]
+        click.echo(json.dumps({"target": aim.name, "bytes": aim.bytes, "drafts": listed, "commands": commands}))
+        return 0
+    click.echo(f"Drafts for {aim.name} ({aim.bytes / 1e6:.0f} MB), best first:")
+    for number, each in enumerate(found, 1):
+        click.echo(f"  {number}. {_sentence(each, aim)}")
+    if best is None:
+        note("none can be used: lookups, which need no model, draft instead")
+    for line in commands:
+        click.echo(line)
+    return 0
+
+
+def _commands(aim: Aim, target: str, best: Candidate | None) -> list[str]:
+    run = run_command(target, aim.file)
+    if aim.file is None and aim.entry is not None:
+        is_own = best is None or best.name == aim.entry.drafted_by  # of several heads of its own the first one
+        return [f"edgespec pull {target}" + ("" if is_own or best is None else f" --draft {best.name}"), run]
+    if best is None or (best.path is not None and best.path == aim.own_draft):
+        return [run]
+    get = [] if best.path else [f"edgespec pull {best.name}"]
+    return [*get, f"{run} -md {quoted(best.name)}"]
+
+
+def _sentence(each: Candidate, aim: Aim) -> str:
+    """Its name, size and place, and how it compares."""
+    path = each.path
+    is_below = path is not None and str(path) == each.name and path.is_relative_to(Path.cwd())
+    name = str(path.relative_to(Path.cwd())) if path is not None and is_below else each.name
+    size = f"{each.bytes / 1e6:.0f} MB, {each.bytes / aim.bytes:.0%} of the target" if each.bytes else "size not known"
+    said = [f"{name}: {size}", "here" if path else "to pull"]
+    if each.why_not:
+        return f"{', '.join(said)}; cannot draft: {', '.join(filter(None, (each.vocabulary, each.why_not)))}"
+    said += ["with llama.cpp"] if each.leaves_kernels else []
+    return f"{', '.join(said)}; {each.vocabulary if each.is_head else f'vocabulary: {each.vocabulary}'}"
+
+
+# -- plan
+
+
+@click.command("plan", cls=SettingsCommand)
+@settings_options("load", leave_out=REMEMBERING)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table")
+def plan(model_name: str | None, config_file: Path | None, as_json: bool, **given: Any) -> int:
+    """Show the memory that a model and its draft would take, by part, and whether it fits. Loads nothing.
+
+    With --memory it chooses what to give up to fit into a budget, as every load does. Exit code 2: it would be refused.
+    MODEL is a name, a GGUF or ONNX file, or a folder with one.
+    """
+    settings = resolve_settings(given, model_name, config_file)
+    options = LoadOptions(**settings.part("load"))
+    room = Room.now(options.memory)
+    with keeping_headers():
+        pair = resolve_pair(options, check_hashes=False)
+        options = placed(chosen_context(options, pair, room), pair)
+        needed = planned(options, pair)
+        refusal = ""
+        try:
+            fitted = fit(options, pair, room)
+        except CapabilityError as exc:
+            fitted, refusal = Fitted(options, pair, needed, room.verdict(needed)), str(exc)
+    if as_json:
+        click.echo(json.dumps({**plan_object(fitted), "refusal": refusal or None}))
+    else:
+        _show_plan(fitted, refusal)
+    return REFUSED if refusal else 0
+
+
+def _show_plan(fitted: Fitted, refusal: str) -> None:
+    plan = fitted.plan
+    for line in _plan_table(plan):
+        click.echo(line)
+    if plan.device_note:
+        layers = fitted.options.target_gpu_layers, fitted.options.draft_model_gpu_layers
+        experts = f" -ncmoe {fitted.options.cpu_moe_layers}" if fitted.options.cpu_moe_layers else ""
+        say(plan.device_note + (f" (-ngl {layers[0]} -ngld {layers[1]}{experts})" if any(layers) else ""))
+    for each in fitted.given_up:
+        say(f"given up: {each.text} ({each.flags})")
+    say(f"refused: {refusal}" if refusal else f"{fitted.verdict}")
+
+
+def _plan_table(plan: Plan) -> list[str]:
+    """Parts in three columns; made here, as importing rich takes longer than the plan."""
+    sizes = [(part.name, *(as_size(size) if size else "" for size in (part.own, part.mapped))) for part in plan.parts]
+    together = ("together, at most", as_size(plan.own_bytes), as_size(plan.mapped_bytes))
+    lines = aligned([(plan.name, "own memory", "mapped from files"), *sizes, together], right=(1, 2))
+    return [click.style(line, bold=True) if line in (lines[0], lines[-1]) else line for line in lines]
