@@ -53,7 +53,7 @@ _MORE = {
 }
 COMMANDS = {**_EVERYDAY, **_MORE}
 ALIASES = {"generate": "run", "list": "ls", "remove": "rm", "pair": "drafts"}
-_IN_MODELS = ("ls", "show", "add", "rm", "drafts", "plan")  # short commands that share a module
+_IN_MODELS = ("ls", "show", "add", "rm", "drafts")  # short commands that share a module
 _RAISE_LIMITS = "Raise its limits (ulimit -v, ulimit -d), or close other programs"
 # What writing to a pipe that nobody reads any more fails with.
 _READER_GONE = (errno.EPIPE, errno.EINVAL) if os.name == "nt" else (errno.EPIPE,)

@@ -1,4 +1,4 @@
-"""`edgespec ls`, `show`, `add`, `rm`, `drafts`, `plan`: models that are here or can be pulled, and what each takes."""
+"""`edgespec ls`, `show`, `add`, `rm`, `drafts`: the models on this machine, and those that can be pulled."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
 from edgespec.cli import FilePath, aligned, printable, say
-from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
 from edgespec.cli.shell import models, names_here, names_known, run_command
 from edgespec.cli.terminal import note, runner, waiting
-from edgespec.config.options import REMEMBERING, LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.config.values import as_size
-from edgespec.errors import CapabilityError, EdgespecError
+from edgespec.errors import EdgespecError
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
@@ -38,11 +36,9 @@ from edgespec.loading.own_models import (
 from edgespec.loading.own_models import add as add_model
 from edgespec.loading.registry import is_known, resolve
 from edgespec.loading.requirements import resolve_pair
-from edgespec.memory.fit import Fitted, chosen_context, fit, placed
-from edgespec.memory.plan import Plan, Room, planned
-from edgespec.memory.watch import plan_object
+from edgespec.memory.fit import chosen_context
+from edgespec.memory.plan import Room, planned
 
-REFUSED = 2
 _FITS = {True: "yes", False: "no", None: "?"}
 
 
@@ -236,55 +232,3 @@ def _sentence(each: Candidate, aim: Aim) -> str:
         return f"{', '.join(said)}; cannot draft: {', '.join(filter(None, (each.vocabulary, each.why_not)))}"
     said += ["with llama.cpp"] if each.leaves_kernels else []
     return f"{', '.join(said)}; {each.vocabulary if each.is_head else f'vocabulary: {each.vocabulary}'}"
-
-
-# -- plan
-
-
-@click.command("plan", cls=SettingsCommand)
-@settings_options("load", leave_out=REMEMBERING)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table")
-def plan(model_name: str | None, config_file: Path | None, as_json: bool, **given: Any) -> int:
-    """Show the memory that a model and its draft would take, by part, and whether it fits. Loads nothing.
-
-    With --memory it chooses what to give up to fit into a budget, as every load does. Exit code 2: it would be refused.
-    MODEL is a name, a GGUF or ONNX file, or a folder with one.
-    """
-    settings = resolve_settings(given, model_name, config_file)
-    options = LoadOptions(**settings.part("load"))
-    room = Room.now(options.memory)
-    with keeping_headers():
-        pair = resolve_pair(options, check_hashes=False)
-        options = placed(chosen_context(options, pair, room), pair)
-        needed = planned(options, pair)
-        refusal = ""
-        try:
-            fitted = fit(options, pair, room)
-        except CapabilityError as exc:
-            fitted, refusal = Fitted(options, pair, needed, room.verdict(needed)), str(exc)
-    if as_json:
-        click.echo(json.dumps({**plan_object(fitted), "refusal": refusal or None}))
-    else:
-        _show_plan(fitted, refusal)
-    return REFUSED if refusal else 0
-
-
-def _show_plan(fitted: Fitted, refusal: str) -> None:
-    plan = fitted.plan
-    for line in _plan_table(plan):
-        click.echo(line)
-    if plan.device_note:
-        layers = fitted.options.target_gpu_layers, fitted.options.draft_model_gpu_layers
-        experts = f" -ncmoe {fitted.options.cpu_moe_layers}" if fitted.options.cpu_moe_layers else ""
-        say(plan.device_note + (f" (-ngl {layers[0]} -ngld {layers[1]}{experts})" if any(layers) else ""))
-    for each in fitted.given_up:
-        say(f"given up: {each.text} ({each.flags})")
-    say(f"refused: {refusal}" if refusal else f"{fitted.verdict}")
-
-
-def _plan_table(plan: Plan) -> list[str]:
-    """Parts in three columns; made here, as importing rich takes longer than the plan."""
-    sizes = [(part.name, *(as_size(size) if size else "" for size in (part.own, part.mapped))) for part in plan.parts]
-    together = ("together, at most", as_size(plan.own_bytes), as_size(plan.mapped_bytes))
-    lines = aligned([(plan.name, "own memory", "mapped from files"), *sizes, together], right=(1, 2))
-    return [click.style(line, bold=True) if line in (lines[0], lines[-1]) else line for line in lines]
