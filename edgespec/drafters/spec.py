@@ -69,7 +69,7 @@ MTP_FILE = Need("a multi-token prediction layer", "draft", "-md/--model-draft", 
 # In a draft model's place. A layer of `mtp` is in the target's own file where the pair has no such file.
 HEAD_FILES: Mapping[DrafterName, Need] = {"eagle3": EAGLE3_HEAD, "dflash": DFLASH_HEAD, "mtp": MTP_FILE}
 MEDIUM = Need("a medium model", "medium", "--medium", "medium", must_be_asked=True)
-EXIT = Need("an early exit of the target", "exit_layer", "--exit-layer", "target", must_be_asked=True)
+EXIT = Need("an early exit of a GGUF target", "exit_layer", "--exit-layer", "target", must_be_asked=True)
 HEADS = Need("heads", "heads", "--heads")
 MTP_LAYERS = Need("multi-token prediction layers in the target's own GGUF or beside it", "drafter", "--drafter mtp")
 

@@ -23,6 +23,7 @@ from edgespec.formats.gguf.check import SPLIT_NAME, split_names
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.installation import quoted
+from edgespec.kernels.library import library_path
 from edgespec.loading.catalogue import Reference, entries, parse, without_hub
 from edgespec.loading.hub import NO_MODEL, HubFile, choose, gguf_groups
 from edgespec.platform.files import exists, expanded, is_file, is_folder, resolved, shipped_models, user_folder
@@ -162,10 +163,14 @@ def _found(text: str, role: str = "model") -> Path:
     raise _not_found(text, role)
 
 
+def _pair_in(folder: Path, engine: str, *, check_hashes: bool = True) -> ModelPair:
+    return read_pair(folder, engine, check_hashes=check_hashes, has_kernels=library_path() is not None)
+
+
 def _local_pair(text: str, engine: str, *, check_hashes: bool) -> ModelPair:
     path = _found(text)
     if is_folder(path):
-        return read_pair(path, engine, check_hashes=check_hashes)
+        return _pair_in(path, engine, check_hashes=check_hashes)
     file = _file_at(path)
     if engine not in ("auto", file.engine) and not (engine == "onnx" and file.is_gguf):
         raise CapabilityError(f"{text} is a file for {file.engine}, which {engine!r} cannot run: use --engine auto")
@@ -200,7 +205,7 @@ def resolve(
     folder = folder_of(name_or_path)
     if folder is not None:
         # The name that it goes by here; what was added or converted may describe itself by another.
-        pair = replace(read_pair(folder, engine, check_hashes=check_hashes), name=folder.name)
+        pair = replace(_pair_in(folder, engine, check_hashes=check_hashes), name=folder.name)
     elif not exists(expanded(name_or_path)) and (path := path_elsewhere(name_or_path)) is not None:
         name = re.sub(r"[^\w.-]", "-", name_or_path)  # a file of Ollama's is called by its checksum
         pair = replace(_local_pair(str(path), engine, check_hashes=check_hashes), name=name)
@@ -218,7 +223,7 @@ def _given_file(role: str, given: Path, engine: str) -> ModelFile:
     text = given.as_posix()
     path = None if exists(expanded(given)) else folder_of(text) or path_elsewhere(text)
     path = path or _found(str(given), role)
-    return read_pair(path, engine).files["target"] if is_folder(path) else _file_at(path)
+    return _pair_in(path, engine).files["target"] if is_folder(path) else _file_at(path)
 
 
 def _file_at(path: Path) -> ModelFile:
