@@ -11,7 +11,6 @@ from edgespec.chat.template import answer_prefix, read_template
 from edgespec.cli.answer import AnswerPrinter
 from edgespec.cli.options import sampling_of
 from edgespec.cli.shell import continue_command
-from edgespec.cli.status import waiting
 from edgespec.cli.terminal import (
     configuration_line,
     detail,
@@ -21,6 +20,7 @@ from edgespec.cli.terminal import (
     short_configuration,
     stats_lines,
     verbosity,
+    waiting,
 )
 from edgespec.config.options import REMEMBERING, GenerateOptions, LoadOptions, Sampling, SessionOptions
 from edgespec.config.sources import Settings

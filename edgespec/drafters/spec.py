@@ -61,11 +61,6 @@ class Need:
     role: str | None = None
     must_be_asked: bool = False
 
-    @property
-    def flags(self) -> str:
-        """How a user gives it, on the command line and in Python."""
-        return f"{self.flag} ({self.option}=...)"
-
 
 DRAFT = Need("a draft model", "draft", "-md/--model-draft", "draft")
 EAGLE3_HEAD = Need("an EAGLE-3 head", "draft", "-md/--model-draft", "draft")
@@ -153,7 +148,7 @@ def check_makeable(name: DrafterName, opened: Mapping[DrafterName, Drafter], pai
     problem = f"drafter {name!r} needs {need.what}, but {pair!r} was loaded without"
     if need.must_be_asked:
         raise CapabilityError(f"{problem}: load it with --drafter {name}, or use --drafter auto")
-    raise CapabilityError(f"{problem}: give {need.flags}, or use --drafter {FALLBACK}")
+    raise CapabilityError(f"{problem}: give {need.flag}, or use --drafter {FALLBACK}")
 
 
 def made(

@@ -275,7 +275,7 @@ def read_heads(options: LoadOptions, pair: ModelPair) -> dict[Path, HeadFile]:
     if options.drafter in HEAD_KINDS and options.drafter not in {each.manifest.kind for each in found.values()}:
         has = f"{paths[0].name} holds {found[paths[0]].manifest.kind} heads" if paths else f"{pair.name!r} has none"
         raise CapabilityError(
-            f"drafter {options.drafter!r} needs a heads file, and {has}: give --heads FILE (heads=...), made by "
+            f"drafter {options.drafter!r} needs a heads file, and {has}: give --heads FILE, made by "
             f"scripts/train/heads.py --kind {options.drafter}"
         )
     return found

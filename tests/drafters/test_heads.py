@@ -24,7 +24,7 @@ from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
 from edgespec.formats.head_file import read_head_file, write_head_file
 from edgespec.formats.manifest import read_pair
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from head_tables import KINDS, VOCABULARY, request, table, with_features
 from lossless import GREEDY, PLAIN, PROMPTS, run_once
 from table_engine import TableEngine
@@ -278,7 +278,7 @@ def test_auto_knows_the_heads_and_stays_exact(tiny_path: Path, tmp_path: Path) -
     with LlamaCppEngine.load(tiny_path, threads=TEST_THREADS, context_length=64) as engine:
         path = write(random_heads("medusa", engine, 64), tmp_path / "heads.npz")
     with edgespec.load(str(tiny_path), heads=path, threads=TEST_THREADS, context_length=128) as model:
-        assert model.drafter_bytes > 0
+        assert sum(each.bytes_used for each in model.drafters.drafters.values()) > 0
         texts = {
             model.generate("hello there", PLAIN, GenerateOptions(max_tokens=80, drafter=name)).token_ids
             for name in ("none", "auto", "medusa", "ngram")
@@ -306,8 +306,8 @@ def with_little_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_auto_leaves_a_pairs_own_heads_alone_beside_its_draft_model(with_little_heads: Path) -> None:
     options = {"engine": "llamacpp", "reproducible": True, "threads": TEST_THREADS}
     with edgespec.load(str(with_little_heads), **options) as model:
-        assert "model" in model.drafter_names
-        assert not {"eagle", "medusa"} & set(model.drafter_names)
+        assert "model" in model.drafters.names
+        assert not {"eagle", "medusa"} & set(model.drafters.names)
     with edgespec.load(str(with_little_heads), drafter="eagle", **options) as model:
         assert_same_text(model, ("eagle", "auto", "none"))
 
@@ -321,7 +321,7 @@ def test_demo_text_does_not_depend_on_heads_beside_the_draft_model(engine: str, 
     if engine == "onnx":
         pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
     with edgespec.load("demo", engine=engine, heads=own[kind].path, reproducible=True, threads=TEST_THREADS) as model:
-        assert {"model", kind} <= set(model.drafter_names)
+        assert {"model", kind} <= set(model.drafters.names)
         assert_same_text(model, ("auto", kind, "model", "auto"))
 
 

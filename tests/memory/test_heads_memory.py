@@ -49,6 +49,6 @@ def test_a_long_answer_takes_what_was_planned() -> None:
         ids = (model.encode("A table for two in San Jose, please. ") * 400)[:1300]
         stats = model.generate(ids, options=GenerateOptions(max_tokens=60, draft_length=4, ignore_eos=True)).stats
         assert stats.drafted_tokens
-        (drafter,) = (each for each in model._pool.drafters.values() if isinstance(each, EagleDrafter))
+        (drafter,) = (each for each in model.drafters.drafters.values() if isinstance(each, EagleDrafter))
         used = drafter.bytes_used
     assert used <= planned(options, resolve_pair(options)).heads
