@@ -519,11 +519,7 @@ class ServeOptions:
         check=number(-_MAX_WAIT_S, _MAX_WAIT_S, is_whole=False),
     )
     models_max: int = _serve(
-        1,
-        "--models-max --max-models",
-        "Of several models, how many may be loaded at once",
-        basic=True,
-        check=number(1),
+        1, "--models-max --max-models", "Of several models, how many may be loaded at once", basic=True, check=number(1)
     )
 
     def __post_init__(self) -> None:
