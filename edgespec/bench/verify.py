@@ -13,7 +13,7 @@ from statistics import median
 
 from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.generation.handle import Result
-from edgespec.loading.sample_prompts import PROMPTS, BuiltInPrompt
+from edgespec.loading.drafts import PROMPTS, BuiltInPrompt
 from edgespec.reports import Stats, Totals
 from edgespec.runtime import Model
 

@@ -162,14 +162,23 @@ def _found(text: str, role: str = "model") -> Path:
     raise _not_found(text, role)
 
 
-def _local_pair(text: str, engine: str, *, check_hashes: bool) -> ModelPair:
-    path = _found(text)
+def _pair_called(text: str, engine: str, role: str = "model", *, check_hashes: bool = True) -> ModelPair:
+    """The pair of a registered name, of another program's, or at a path. Raises as `resolve`."""
+    if (folder := folder_of(text)) is not None:
+        # The name that it goes by here; what was added or converted may describe itself by another.
+        return replace(read_pair(folder, engine, check_hashes=check_hashes), name=folder.name)
+    elsewhere = None if exists(expanded(text)) else path_elsewhere(text)
+    path = elsewhere or _found(text, role)
     if is_folder(path):
         return read_pair(path, engine, check_hashes=check_hashes)
-    file = _file_at(path)
-    if engine not in ("auto", file.engine) and not (engine == "onnx" and file.is_gguf):
+    # With the others of a model that is split, where all are there: loading says which one is not.
+    others = [path.with_name(name) for name in split_names(path.name)[1:]]
+    file = ModelFile(path, parts=tuple(map(ModelFile, others)) if all(map(is_file, others)) else ())
+    if role == "model" and engine not in ("auto", file.engine) and not (engine == "onnx" and file.is_gguf):
         raise CapabilityError(f"{text} is a file for {file.engine}, which {engine!r} cannot run: use --engine auto")
     name = resolved(path.parent).name if path.name == GRAPH else name_in(path)
+    if elsewhere is not None:
+        name = re.sub(r"[^\w.-]", "-", text)  # a file of Ollama's is called by its checksum
     return ModelPair(name, MappingProxyType({"target": file}), (file.engine,))
 
 
@@ -197,34 +206,10 @@ def resolve(
     ModelFileError for a bad manifest, and for a file that is missing or not the one its manifest describes,
     CapabilityError for an engine that this model has no files for.
     """
-    folder = folder_of(name_or_path)
-    if folder is not None:
-        # The name that it goes by here; what was added or converted may describe itself by another.
-        pair = replace(read_pair(folder, engine, check_hashes=check_hashes), name=folder.name)
-    elif not exists(expanded(name_or_path)) and (path := path_elsewhere(name_or_path)) is not None:
-        name = re.sub(r"[^\w.-]", "-", name_or_path)  # a file of Ollama's is called by its checksum
-        pair = replace(_local_pair(str(path), engine, check_hashes=check_hashes), name=name)
-    elif _looks_like_path(name_or_path) or exists(name_or_path):
-        pair = _local_pair(name_or_path, engine, check_hashes=check_hashes)
-    else:
-        raise _not_found(name_or_path)
-    given = {"draft": draft, "medium": medium}
-    own = {role: _given_file(role, path, engine) for role, path in given.items() if path is not None}
+    pair = _pair_called(name_or_path, engine, check_hashes=check_hashes)
+    given = {role: path for role, path in (("draft", draft), ("medium", medium)) if path is not None}
+    own = {role: _pair_called(path.as_posix(), engine, role).files["target"] for role, path in given.items()}
     return replace(pair, files=MappingProxyType({**pair.files, **own})) if own else pair
-
-
-def _given_file(role: str, given: Path, engine: str) -> ModelFile:
-    """A file, or the target of a registered model or a folder. Raises ModelNotFound, ModelFileError."""
-    text = given.as_posix()
-    path = None if exists(expanded(given)) else folder_of(text) or path_elsewhere(text)
-    path = path or _found(str(given), role)
-    return read_pair(path, engine).files["target"] if is_folder(path) else _file_at(path)
-
-
-def _file_at(path: Path) -> ModelFile:
-    """A file, with the others of a model that is split, where all are there: loading says which one is not."""
-    others = [path.with_name(name) for name in split_names(path.name)[1:]]
-    return ModelFile(path, parts=tuple(map(ModelFile, others)) if all(map(is_file, others)) else ())
 
 
 # GGUF models that other programs keep: Ollama, LM Studio and the cache of the Hugging Face hub. They run where they are
