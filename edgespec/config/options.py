@@ -400,7 +400,7 @@ class GenerateOptions:
         "-n --max-tokens",
         "Most tokens of an answer [until it ends]",
         basic=True,
-        check=number(1, words=(NO_LIMIT,), hint="-1 is an answer of any length"),
+        check=number(1, words=(NO_LIMIT,)),
     )
     stop: str | Sequence[str] = _answer(
         (), "--stop", "Text that ends the answer; repeatable", kind="texts", check=as_texts

@@ -72,9 +72,9 @@ def _not_found(text: str, role: str = "model") -> ModelNotFound:
         other = "" if reference.entry else f", edgespec export {reference.repo} converts other weights"
         return ModelNotFound(f"{text} is not on this machine: edgespec pull {text} fetches it from the hub{other}")
     path, names = expanded(text), sorted(registered_folders())
-    beside = [each.name for each in path.parent.iterdir() if each.suffix in SUFFIXES] if is_folder(path.parent) else []
-    known = [*names, *entries(), *beside]
-    near = difflib.get_close_matches(path.name, known, 1) or [name for name in known if name.startswith(text.lower())]
+    beside = [each.name for each in path.parent.glob("*") if each.suffix in SUFFIXES] if is_folder(path.parent) else []
+    known = beside if _looks_like_path(text) else [*names, *entries(), *beside]
+    near = difflib.get_close_matches(path.name, known, 1) or [name for name in known if name.startswith(path.name)]
     hint = f"did you mean {' or '.join(map(repr, near[:3]))}? " if near else ""
     said = shown_path(text) if _looks_like_path(text) else shown(text)
     return ModelNotFound(
