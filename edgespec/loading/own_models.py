@@ -30,7 +30,15 @@ from edgespec.formats.manifest import (
 from edgespec.loading.catalogue import Entry, check_name, entries
 from edgespec.loading.download import PART, known_sha256
 from edgespec.loading.hub import library
-from edgespec.loading.registry import folder_of, found_elsewhere, model_in, models_folder, name_in, registered_folders
+from edgespec.loading.registry import (
+    folder_of,
+    found_elsewhere,
+    model_in,
+    models_folder,
+    name_in,
+    registered_folders,
+    resolve,
+)
 from edgespec.platform.files import expanded, is_file, is_folder, resolved, write_atomically, write_errors
 from edgespec.platform.memory import free_memory
 
@@ -221,9 +229,9 @@ class Listed:
 def list_here() -> Iterator[Listed]:
     """Models on this machine by name, damaged and unfinished ones too, and those that other programs keep."""
     found = registered_folders()
-    for name, folder in sorted(found.items()):
+    for name in sorted(found):
         try:
-            pair = read_pair(folder, check_hashes=False)
+            pair = resolve(name, check_hashes=False)
         except EdgespecError as exc:
             yield Listed(name, "damaged", 0, False, None, "", str(exc))
             continue

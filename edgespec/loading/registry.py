@@ -23,6 +23,7 @@ from edgespec.formats.gguf.check import SPLIT_NAME, split_names
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.installation import quoted
+from edgespec.kernels.library import library_path
 from edgespec.loading.catalogue import Reference, entries, parse, without_hub
 from edgespec.loading.hub import NO_MODEL, HubFile, choose, gguf_groups
 from edgespec.platform.files import exists, expanded, is_file, is_folder, resolved, shipped_models, user_folder
@@ -164,13 +165,13 @@ def _found(text: str, role: str = "model") -> Path:
 
 def _pair_called(text: str, engine: str, role: str = "model", *, check_hashes: bool = True) -> ModelPair:
     """The pair of a registered name, of another program's, or at a path. Raises as `resolve`."""
-    if (folder := folder_of(text)) is not None:
-        # The name that it goes by here; what was added or converted may describe itself by another.
-        return replace(read_pair(folder, engine, check_hashes=check_hashes), name=folder.name)
-    elsewhere = None if exists(expanded(text)) else path_elsewhere(text)
-    path = elsewhere or _found(text, role)
+    known = folder_of(text)
+    elsewhere = None if known or exists(expanded(text)) else path_elsewhere(text)
+    path = known or elsewhere or _found(text, role)
     if is_folder(path):
-        return read_pair(path, engine, check_hashes=check_hashes)
+        pair = read_pair(path, engine, check_hashes=check_hashes, has_kernels=library_path() is not None)
+        # The name that it goes by here; what was added or converted may describe itself by another.
+        return replace(pair, name=path.name) if known else pair
     # With the others of a model that is split, where all are there: loading says which one is not.
     others = [path.with_name(name) for name in split_names(path.name)[1:]]
     file = ModelFile(path, parts=tuple(map(ModelFile, others)) if all(map(is_file, others)) else ())
