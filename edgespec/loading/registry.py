@@ -68,14 +68,17 @@ def _looks_like_path(text: str) -> bool:
 
 def _not_found(text: str, role: str = "model") -> ModelNotFound:
     """An error that says how to get what `text` names, or what is like it here."""
-    reference = _reference(text)
+    path, names = expanded(text), sorted(registered_folders())
+    beside = [each.name for each in path.parent.glob("*") if each.suffix in SUFFIXES] if is_folder(path.parent) else []
+    files = difflib.get_close_matches(path.name, beside, 1) or [each for each in beside if each.startswith(path.name)]
+    near = [str(path.with_name(each)) for each in files]
+    reference = None if near else _reference(text)
     if reference is not None:
         other = "" if reference.entry else f", edgespec export {reference.repo} converts other weights"
         return ModelNotFound(f"{text} is not on this machine: edgespec pull {text} fetches it from the hub{other}")
-    path, names = expanded(text), sorted(registered_folders())
-    beside = [each.name for each in path.parent.glob("*") if each.suffix in SUFFIXES] if is_folder(path.parent) else []
-    known = beside if _looks_like_path(text) else [*names, *entries(), *beside]
-    near = difflib.get_close_matches(path.name, known, 1) or [name for name in known if name.startswith(path.name)]
+    if not near and not _looks_like_path(text):
+        known = [*names, *entries()]
+        near = difflib.get_close_matches(text, known, 1) or [each for each in known if each.startswith(text.lower())]
     hint = f"did you mean {' or '.join(map(repr, near[:3]))}? " if near else ""
     said = shown_path(text) if _looks_like_path(text) else shown(text)
     return ModelNotFound(
