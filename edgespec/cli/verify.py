@@ -18,7 +18,7 @@ from edgespec.cli.options import SettingsCommand, require_speculation, resolve_s
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
 from edgespec.config.options import REMEMBERING
-from edgespec.loading.sample_prompts import PROMPTS
+from edgespec.loading.drafts import PROMPTS
 
 DEFAULT_TOKENS = 64
 DRAFT_LENGTH = 4

@@ -29,7 +29,7 @@ from edgespec.platform.disk_cache import key_of
 from edgespec.types import TokenIds
 
 if TYPE_CHECKING:
-    from edgespec.corpus.store import LearntTexts
+    from edgespec.corpus.texts import LearntTexts
 
 
 class DrafterPool:
