@@ -25,7 +25,8 @@ class Divergence:
     """The first token that differs. `position` counts from 0 in the answer; a token id is None if that answer ended.
 
     `logit_margin`: difference of the target's log probabilities of the two tokens (natural log). Close to 0 means a
-    near-tie that rounding decided; large means a defect. None if one answer ended.
+    near-tie that rounding decided; large means a defect. None if one answer ended. The token ids are the same where
+    only their log probabilities differ.
     """
 
     position: int
@@ -59,7 +60,7 @@ class Report:
 
     @property
     def identical(self) -> bool:
-        """Whether all pairs of answers have the same tokens."""
+        """Whether all pairs of answers have the same tokens, in reproducible mode log probabilities too."""
         return all(comparison.divergence is None for comparison in self.comparisons)
 
     @property
@@ -96,15 +97,22 @@ def comparisons(model: Model, sampling: Sampling, options: GenerateOptions) -> I
 
 
 def first_divergence(plain: Result, drafted: Result) -> Divergence | None:
-    """The first difference of two answers to one prompt; None if they are equal."""
-    pairs = zip(plain.token_ids, drafted.token_ids, strict=False)
-    position = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+    """The first difference of two answers to one prompt; None if they are equal.
+
+    Log probabilities are compared where both answers are reproducible: rounding changes them elsewhere.
+    """
+    compares_logprobs = plain.reproducible and drafted.reproducible and bool(plain.logprobs and drafted.logprobs)
+    ours, theirs = (
+        list(zip(each.token_ids, each.logprobs if compares_logprobs else each.token_ids, strict=True))
+        for each in (plain, drafted)
+    )
+    position = next((i for i, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), None)
     if position is None:
         if len(plain.token_ids) == len(drafted.token_ids):
             return None
         position = min(len(plain.token_ids), len(drafted.token_ids))
-        ours, theirs = ((*ids[position : position + 1], None)[0] for ids in (plain.token_ids, drafted.token_ids))
-        return Divergence(position, ours, theirs, None)
+        ends = ((*ids[position : position + 1], None)[0] for ids in (plain.token_ids, drafted.token_ids))
+        return Divergence(position, *ends, None)
     # Both rows follow the same text, so their normalisers are equal and log probabilities differ as the logits do.
     margin = plain.logprobs[position] - drafted.logprobs[position]
     return Divergence(position, plain.token_ids[position], drafted.token_ids[position], margin)

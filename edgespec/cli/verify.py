@@ -1,4 +1,4 @@
-"""`edgespec verify`: decodes built-in prompts with and without speculation and compares token by token."""
+"""`edgespec verify`: decodes built-in prompts with and without speculation, compares tokens and log probabilities."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DRAFT_LENGTH = 4
 @settings_options("load", "generate", "sampling", leave_out=("stop", *REMEMBERING))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines")
 def command(model_name: str | None, config_file: Path | None, as_json: bool, **given: Any) -> int:
-    """Decode built-in prompts with and without speculation, greedily and sampled, and compare token by token.
+    """Decode built-in prompts with and without speculation, greedily and sampled; compare tokens, log probabilities.
 
     Runs in reproducible mode unless --no-reproducible is given, and drafts 4 tokens a step unless --draft-length says
     otherwise, so that there is something to compare even where no draft pays. It checks the text; bench measures the
@@ -78,6 +78,8 @@ def _describe(session: Session, divergence: Divergence) -> str:
         for token_id in (divergence.plain_token_id, divergence.drafted_token_id)
     ]
     margin = "" if divergence.logit_margin is None else f", logit margin {divergence.logit_margin:.2g}"
+    if divergence.plain_token_id == divergence.drafted_token_id:
+        return f"DIFFERENT log probability of token {divergence.position}: {tokens[0]}{margin}"
     return f"DIFFERENT at token {divergence.position}: {tokens[0]} plain, {tokens[1]} drafted{margin}"
 
 

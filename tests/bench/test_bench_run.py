@@ -15,6 +15,7 @@ from edgespec.bench.plot import check_plot, draw
 from edgespec.bench.prompts import BenchPrompt
 from edgespec.bench.report import Setup, report_of, table_lines
 from edgespec.bench.runner import Runner, Task, Trial, tasks_of
+from edgespec.bench.verify import first_divergence
 from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.installation import install_command
@@ -157,3 +158,17 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(tmp_path, mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(CapabilityError, match=re.escape(install_command("bench"))):
         check_plot(tmp_path / "x.png")
+
+
+# verify
+
+
+def test_verify_sees_a_log_probability_that_differs_where_it_may_not(model):
+    plain = model.generate("abcabcabc", SAMPLING, dataclasses.replace(OPTIONS, drafter="none"))
+    drafted = dataclasses.replace(model.generate("abcabcabc", SAMPLING, OPTIONS), reproducible=True)
+    assert first_divergence(plain, drafted) is None
+    changed = dataclasses.replace(drafted, logprobs=(*drafted.logprobs[:3], drafted.logprobs[3] - 1e-6))
+    changed = dataclasses.replace(changed, token_ids=drafted.token_ids[:4])
+    found = first_divergence(dataclasses.replace(plain, reproducible=True), changed)
+    assert found is not None and found.position == 3 and found.plain_token_id == found.drafted_token_id
+    assert first_divergence(dataclasses.replace(plain, reproducible=False), changed).position == 4
