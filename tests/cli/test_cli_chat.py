@@ -169,6 +169,7 @@ BAD = {
     "/unset threads": "threads cannot change while the model is loaded",
     "/hlep": "no such command /hlep; did you mean '/help'?",
     "/xyzzy": "no such command /xyzzy; /help lists them",
+    "/temp 0.5": "no such command /temp; did you mean '/set temp VALUE'?",
     "/set temp warm": "/set temp must be a number from 0 to 100, got 'warm'",
     "/set temp nan": "/set temp must be a number",
     "/set temp": "needs a name and a value",
@@ -322,8 +323,9 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(slow_path):
 
 
 @POSIX
-def test_keys_in_a_terminal(target_path, private_home):
-    """A remembered line, completion of a command, the end of input."""
+def test_keys_in_a_terminal(target_path, private_home, tmp_path):
+    """A remembered line, completion of a command, a line that goes on, the last message again, the end of input."""
+    path = tmp_path / "saved.json"
     with Terminal("chat", str(target_path), "--drafter", "none", "-n", "4", "--seed", "1") as terminal:
         terminal.enter("/set drafter none")
         terminal.wait_for("drafter = none")
@@ -335,16 +337,6 @@ def test_keys_in_a_terminal(target_path, private_home):
         terminal.type("\r")
         terminal.wait_for("max-tokens")
         terminal.wait_for(ASKING)
-        terminal.type("\x04")
-        assert terminal.process.wait(120) == 0
-    assert "+/set drafter none" in (private_home / "chat-history").read_text()
-
-
-@POSIX
-def test_a_new_line_and_the_last_message_again_in_a_terminal(target_path, tmp_path):
-    path = tmp_path / "saved.json"
-    with Terminal("chat", str(target_path), "--drafter", "none", "-n", "4", "--seed", "1") as terminal:
-        terminal.wait_for(ASKING)
         terminal.type("one\x1b\rtwo\r")
         terminal.wait_for(ANSWERING)
         terminal.enter("/undo")
@@ -355,7 +347,10 @@ def test_a_new_line_and_the_last_message_again_in_a_terminal(target_path, tmp_pa
         terminal.wait_for(ANSWERING)
         terminal.enter(f"/save {path}")
         terminal.wait_for("saved 1 exchange")
-    assert asked(path) == ["one\ntwo!"]
+        terminal.wait_for(ASKING)
+        terminal.type("\x04")
+        assert terminal.process.wait(120) == 0
+    assert "+/set drafter none" in (private_home / "chat-history").read_text() and asked(path) == ["one\ntwo!"]
 
 
 @POSIX

@@ -159,13 +159,6 @@ def test_a_folder_that_cannot_be_converted_is_refused_before_packages_are_asked_
     assert "already holds GGUF files (tiny.gguf)" in refused("export", str(folder))
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("/temp 0.5", "/set temp VALUE"), ("/stat", "/stats")])
-def test_a_slash_command_that_is_none(folder: Path, typed: str, meant: str) -> None:
-    model = write_model(folder / "tiny.gguf")
-    found = run("chat", str(model), stdin=f"{typed}\n")
-    assert f"no such command {typed.split()[0]}; did you mean '{meant}'?" in found.stderr
-
-
 @pytest.mark.parametrize(
     ("variable", "said"),
     [
