@@ -188,8 +188,8 @@ def first_divergence(plain: Measurement, drafted: Measurement, *, exact: bool) -
         if len(plain.token_ids) == len(drafted.token_ids):
             return None
         position = min(len(plain.token_ids), len(drafted.token_ids))
-        ends = ((*ids[position : position + 1], None)[0] for ids in (plain.token_ids, drafted.token_ids))
-        return Divergence(position, *ends, None)
+        first, second = ((*ids[position : position + 1], None)[0] for ids in (plain.token_ids, drafted.token_ids))
+        return Divergence(position, first, second, None)
     # Both rows follow the same text, so their normalisers are equal and log probabilities differ as the logits do.
     margin = plain.logprobs[position] - drafted.logprobs[position]
     return Divergence(position, plain.token_ids[position], drafted.token_ids[position], margin)
