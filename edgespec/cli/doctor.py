@@ -32,7 +32,7 @@ from edgespec.installation import (
     swap_command,
 )
 from edgespec.kernels import library as kernels
-from edgespec.kernels.tiles import path as instructions
+from edgespec.kernels.interface import path as instructions
 from edgespec.loading.registry import registered_folders
 from edgespec.platform.machine import default_threads, physical_cores, processor
 

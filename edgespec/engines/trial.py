@@ -119,7 +119,7 @@ def _library_versions(path: Path) -> str:
 def _files(path: Path) -> Sequence[Path]:
     if not is_graph(path):
         return model_files(path)
-    from edgespec.engines.onnx.opening import all_files
+    from edgespec.engines.onnx.source import all_files
 
     if not path.is_file():
         raise ModelNotFound(f"no file {str(path)!r}: give the model.onnx of an export")
@@ -133,7 +133,7 @@ def _fault_of(path: Path) -> str | None:
     """Use a model as the engine will. The reason when it cannot be used, else None."""
     try:
         if is_graph(path):
-            from edgespec.engines.onnx.opening import try_folder
+            from edgespec.engines.onnx.source import try_folder
 
             try_folder(path)
             return None

@@ -37,7 +37,6 @@ X86_SETS = {
 }
 ARM_SETS = {"neondot": ("-march=armv8.2-a+dotprod",), "neoni8mm": ("-march=armv8.2-a+dotprod+i8mm",)}
 INSTRUCTION_SETS = X86_SETS | ARM_SETS
-C_NAMES = {"clang": "clang", "g": "gcc", "c": "cc"}  # of the compilers CLANG++, G++ and C++
 ZIG = "ziglang>=0.16"
 MOST_SHOWN = 2000  # characters of what a compiler says
 
@@ -69,10 +68,13 @@ def find_library(folder: Path, target: str = HOST) -> Path | None:
 
 
 def find_compiler(python: str = sys.executable) -> tuple[str, ...]:
-    """The command of a C++ compiler that works: $CXX, the system's, or Zig in this Python. Raises NoCompiler."""
+    """The command of a C++ compiler that works: $CXX, the system's, or Zig in this Python. Raises NoCompiler.
+
+    The system's compilers for C compile C++ too, and link no library of it.
+    """
     # macOS has stubs that open a window which offers to install the compiler.
     has_none = sys.platform == "darwin" and subprocess.run(["xcode-select", "-p"], capture_output=True).returncode
-    commands = [os.environ.get("CXX", ""), *(() if has_none else ("c++", "g++", "clang++"))]
+    commands = [os.environ.get("CXX", ""), *(() if has_none else ("cc", "gcc", "clang"))]
     for words in filter(None, map(shlex.split, commands)):
         if shutil.which(words[0]) and _compiles(tuple(words), flags(HOST)):
             return tuple(words)
@@ -113,7 +115,9 @@ def build(
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda command: _run(command, scratch), commands))
         linked = Path(scratch, f"kernels{_suffix(target)}")
-        _run([*_linker(compiler), "-shared", *objects, *link_flags(target), "-o", str(linked)], scratch)
+        # Zig would compile a whole library of C++ first, minutes.
+        linker = ["cc" if word == "c++" else word for word in compiler]
+        _run([*linker, "-shared", *objects, *link_flags(target), "-o", str(linked)], scratch)
         data = linked.read_bytes()
     path = folder / f"{_stem(target)}-{_hash_of(data)}{_suffix(target)}"
     if find_library(folder, target) == path:  # Windows does not replace a library that is in use
@@ -140,7 +144,7 @@ def link_flags(target: str) -> tuple[str, ...]:
     """What is missing in a library is otherwise found out when it is loaded; macOS writes down where it was linked."""
     if target.startswith("darwin"):
         return ("-Wl,-install_name,libedgespec_kernels.dylib",)
-    return ("-s", "-Wl,-z,defs", "-lm") if target.startswith("linux") else ()
+    return ("-s", "-Wl,--as-needed", "-Wl,-z,defs", "-lm") if target.startswith("linux") else ()
 
 
 def _units(known: dict[str, tuple[str, ...]]) -> Iterator[tuple[Path, tuple[str, ...]]]:
@@ -149,13 +153,6 @@ def _units(known: dict[str, tuple[str, ...]]) -> Iterator[tuple[Path, tuple[str,
         name = source.stem.rpartition("_")[2]
         if name in known or name not in INSTRUCTION_SETS:
             yield source, known.get(name, ())
-
-
-def _linker(compiler: tuple[str, ...]) -> tuple[str, ...]:
-    """The compiler's command for C, which adds no C++ library; Zig would compile a whole one first, minutes."""
-    words = (re.sub(r"(clang|g|c)\+\+(?=[-.\d]*(\.exe)?$)", lambda found: C_NAMES[found[1]], word) for word in compiler)
-    linker = tuple(words)
-    return linker if shutil.which(linker[0]) else compiler
 
 
 def _compiles(compiler: tuple[str, ...], options: tuple[str, ...]) -> bool:

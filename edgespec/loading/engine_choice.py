@@ -124,9 +124,9 @@ def _heads_in_gguf(options: LoadOptions, pair: ModelPair) -> str:
 
 def has_fast_kernels() -> bool:
     """Whether the kernels are built, and made for this processor's instructions."""
-    from edgespec.kernels import tiles
+    from edgespec.kernels import interface
 
-    return library_path() is not None and tiles.path() != "portable"
+    return library_path() is not None and interface.path() != "portable"
 
 
 def runs_on_kernels(path: Path) -> bool:

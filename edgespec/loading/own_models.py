@@ -184,7 +184,7 @@ def _described(path: Path) -> ModelFile:
 def files_of(path: Path) -> ModelFile:
     """A model file with the others that it is loaded from, none of them described."""
     if path.suffix == ".onnx":
-        from edgespec.engines.onnx.opening import all_files
+        from edgespec.engines.onnx.source import all_files
 
         paths = [path, *(each for each in all_files(path) if each != path)]
     else:

@@ -78,8 +78,8 @@ class Plan:
     """What a pair takes once its context is full. Sizes in bytes; `tables`: of drafters without a model; `heads` files.
 
     `process`: Python and the libraries; `threads`: started by the load and by the first answer; `device`: of ONNX
-    Runtime, None for the CPU; `other_devices`: what it may choose instead. `shares_device`: what lies on a GPU takes
-    this machine's memory. `heads_opening`: of `heads`, while they are opened.
+    Runtime, None for the CPU. `shares_device`: what lies on a GPU takes this machine's memory. `heads_opening`: of
+    `heads`, while they are opened.
     """
 
     name: str
@@ -89,7 +89,6 @@ class Plan:
     process: Part
     threads: int
     device: str | None = None
-    other_devices: tuple[str, ...] = ()
     shares_device: bool = False
     heads_opening: int = 0
 
@@ -148,9 +147,6 @@ class Plan:
     @property
     def device_note(self) -> str:
         """What lies elsewhere or may, of which no memory is known; empty where all is this machine's memory."""
-        if self.other_devices:
-            names = " or ".join(self.other_devices)
-            return f"planned for the processor: ONNX Runtime may choose {names}, of whose memory nothing is known"
         if not self.device_bytes:
             return ""
         # llama.cpp tells how much memory its devices have.
@@ -185,11 +181,6 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
     engines = {pair.files[role].engine for role in roles}
     paths = head_paths(options, pair)
     heads, heads_opening = heads_bytes(paths, context, options.sequences)
-    others: tuple[str, ...] = ()
-    if "onnx" in engines and options.provider == "auto":
-        from edgespec.engines.onnx.library import possible_devices
-
-        others = possible_devices()
     return Plan(
         pair.name,
         (target, *drafts),
@@ -198,7 +189,6 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
         _process(engines),
         _threads(options, engines, len(roles)),
         _device(options),
-        others,
         _shares_device(options, engines),
         heads_opening,
     )

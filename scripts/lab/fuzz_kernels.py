@@ -32,8 +32,8 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "tests" / "support"
 from onnx import TensorProto
 
 import tiled
-from edgespec.kernels import build, tiles
-from edgespec.kernels.memory import CHUNK, KernelCache, KernelStates, StateSizes, cache_bytes, states_bytes
+from edgespec.kernels import build, interface
+from edgespec.kernels.interface import CHUNK, KernelCache, KernelStates, StateSizes, cache_bytes, states_bytes
 from tiled import activation_block, node, session
 
 # Checks as calls: inlined into the unrolled kernels they take the compiler many minutes.
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def run_batch(path: Path, seed: int) -> int:
-    tiles.library_path = tiled.library_path = lambda: path  # type: ignore[attr-defined]
+    interface.library_path = tiled.library_path = lambda: path  # type: ignore[attr-defined]
     rng, counts = np.random.default_rng(seed), Counter[str]()
     tries = [one_matrix, one_graph, hostile_sizes, one_attention, one_attention, one_experts, one_norm, one_cache]
     tries += [one_recurrence, one_recurrence, one_states]
@@ -101,7 +101,7 @@ def run_batch(path: Path, seed: int) -> int:
 
 def choose_path(rng: np.random.Generator) -> str:
     path = str(rng.choice(PATHS))
-    return path if tiled.choose_path(path) else tiles.path()
+    return path if tiled.choose_path(path) else interface.path()
 
 
 def same(a: Floats, b: Floats) -> bool:
@@ -140,17 +140,16 @@ def odd_shape(rng: np.random.Generator) -> list[int]:
 
 def random_matrix(rng: np.random.Generator, inputs: int = 0, outputs: int = 0) -> tuple[str, int, int, Floats, bool]:
     """Kind, outputs, inputs, tiles of random bytes, and whether all scales are finite."""
-    kind = str(rng.choice([kind for kind in tiles.TYPES if inputs % activation_block(kind) == 0]))
+    kind = str(rng.choice([kind for kind in interface.TYPES if inputs % activation_block(kind) == 0]))
     block = activation_block(kind)
     outputs, inputs = outputs or int(rng.integers(1, 70)), inputs or block * int(rng.integers(1, 1 + 600 // block))
-    row_bytes = tiles.kernels().edgespec_row_bytes(tiles.TYPES[kind], inputs)
-    rows = rng.integers(0, 256, (outputs, row_bytes), dtype=np.uint8)
+    rows = rng.integers(0, 256, (outputs, inputs // block * tiled.block_bytes(kind)), dtype=np.uint8)
     if rng.random() < 0.5:  # numbers of two bytes from 2^-14 to 4, but for their signs
         rows &= 0xBF
-    size = tiles.packed_bytes(kind, outputs, inputs)
+    size = interface.packed_bytes(kind, outputs, inputs)
     assert size is not None
     out = np.empty(size, np.uint8)
-    return kind, outputs, inputs, out, tiles.pack(kind, rows, inputs, out)
+    return kind, outputs, inputs, out, interface.pack(kind, rows, inputs, out)
 
 
 def random_x(rng: np.random.Generator, rows: int, inputs: int, *, is_strange: bool = True) -> Floats:
@@ -217,8 +216,8 @@ def one_matrix(rng: np.random.Generator) -> str:
 
 def hostile_sizes(rng: np.random.Generator) -> str:
     """Whatever is refused must not be touched: the pointers lead nowhere."""
-    kernels = tiles.kernels()
-    kind = int(rng.choice([*tiles.TYPES.values(), -1, 4, 5, 99, 2**31 - 1]))
+    kernels = interface.kernels()
+    kind = int(rng.choice([*interface.TYPES.values(), -1, 4, 5, 99, 2**31 - 1]))
     outputs, inputs, rows = (int(rng.choice([*HOSTILE, 256])) for _ in range(3))
     size = kernels.edgespec_packed_bytes(kind, outputs, inputs)
     if size >= 0:
@@ -236,7 +235,7 @@ def one_graph(rng: np.random.Generator) -> str:
     count = int(rng.integers(1, 4))
     inputs = int(rng.choice([256, 512, 768]))
     matrices = [random_matrix(rng, inputs)[:4] for _ in range(count)]
-    types = [tiles.TYPES[kind] for kind, *_ in matrices]
+    types = [interface.TYPES[kind] for kind, *_ in matrices]
     outputs = [n for _, n, *_ in matrices]
     k, bias = inputs, rng.standard_normal(sum(outputs)).astype(np.float32)
     change = rng.integers(0, 12)
@@ -285,7 +284,7 @@ def one_experts(rng: np.random.Generator) -> str:
     attributes: dict[str, Any] = {"K": size, "F": inner, "experts": count, "used": used}
     attributes["gate"] = int(rng.integers(1, 4))
     usually(rng, 0.2, attributes, list(attributes), HOSTILE)
-    attributes["types"] = [tiles.TYPES[kind] for kind, *_ in made]
+    attributes["types"] = [interface.TYPES[kind] for kind, *_ in made]
     if rng.random() < 0.1:
         attributes["types"][-1] = int(rng.choice(HOSTILE))
     names = ["gate", "down", "up"][: len(shapes)]
@@ -365,7 +364,8 @@ def one_attention(rng: np.random.Generator) -> str:
     filled = rng.integers(0, 256, cache_bytes(kind, sizes, slots, chunks), dtype=np.uint8)
 
     def run(threads: int) -> Iterator[Floats]:
-        cache = KernelCache(filled.copy(), kind, sizes, slots, chunks)
+        cache = KernelCache(kind, sizes, slots, chunks)
+        cache.memory[:] = filled
         try:
             model = session([node("Attention", names, ["y"], **attributes)], inputs, ["y"], weights, threads)
             named = {"cache": np.array([cache.number if number is None else number])} if "cache" in inputs else {}
@@ -408,7 +408,8 @@ def one_recurrence(rng: np.random.Generator) -> str:
     floor = int(rng.choice([*[2**63 - 1] * 4, 0, 5, -3, -(2**63)]))
 
     def run(threads: int) -> Iterator[Floats]:
-        states = KernelStates(filled.copy(), layers, slots, log)
+        states = KernelStates(layers, slots, log)
+        states.memory[:] = filled
         states.floors[:] = floor
         try:
             delta = node("DeltaNet", names, ["y"], epsilon=1e-6, **attributes)
@@ -428,7 +429,7 @@ def one_recurrence(rng: np.random.Generator) -> str:
 @contextmanager
 def held(kind: str, memory: np.ndarray, *sizes: Any) -> Iterator[int]:
     """The number of a cache or of states in `memory`."""
-    kernels = tiles.kernels()
+    kernels = interface.kernels()
     number = getattr(kernels, f"edgespec_hold_{kind}")(memory.ctypes.data, *sizes)
     assert number
     try:
@@ -439,7 +440,7 @@ def held(kind: str, memory: np.ndarray, *sizes: Any) -> Iterator[int]:
 
 def one_states(rng: np.random.Generator) -> str:
     """What is written comes back, in another slot, too."""
-    kernels = tiles.kernels()
+    kernels = interface.kernels()
     sizes = np.array([[7, 3, 0, 0, 0], [5 * 16, 4, 1, 3, 16]], np.int32)
     if rng.random() < 0.4:
         sizes[int(rng.integers(2)), int(rng.integers(5))] = int(rng.choice(HOSTILE_32))
@@ -478,7 +479,7 @@ def one_states(rng: np.random.Generator) -> str:
 
 def one_cache(rng: np.random.Generator) -> str:
     """What is written comes back, in another slot, too."""
-    kernels = tiles.kernels()
+    kernels = interface.kernels()
     kind = int(rng.choice([*[1, 8] * 6, 0, 2, -1, 99]))
     sizes = np.array(
         rng.choice([32, 64, 96, 16, 1024, 0, -32, 33, 2**31 - 1], 3, p=[0.6, 0.2, 0.14, *[0.01] * 6]), np.int32

@@ -66,7 +66,7 @@ def test_the_weights_of_a_closed_model_are_freed_at_once() -> None:
     """Not when the garbage collector comes by: the next model is loaded before that."""
     model = edgespec.load(DEMO / "demo-target-q8_0.gguf", threads=TEST_THREADS)
     assert isinstance(model.target, KernelEngine)
-    weights = [weakref.ref(array) for array in model.target.source.arrays(1).values() if array.nbytes > 10_000]
+    weights = [weakref.ref(array) for array in model.target.source.arrays().values() if array.nbytes > 10_000]
     gc.disable()
     try:
         model.close()

@@ -40,7 +40,7 @@ def test_it_is_the_state_before_a_layer_through_norm_and_head(target: KernelEngi
     target.forward(Batch.chain(ids))
     states = target.hidden_states()[:, : target.hidden_states().shape[1] // 2].astype(np.float64)
     with target.first_layers(LAYERS) as engine:
-        assert engine.source._packed is target.source._packed  # type: ignore[attr-defined]
+        assert engine.source._tiles is target.source._tiles  # type: ignore[attr-defined]
         found = engine.forward(Batch.chain(ids)).copy()
         assert engine.length() == 30 and target.length() == 30
         assert 9 * engine.facts.kv_bytes_per_token == LAYERS * target.facts.kv_bytes_per_token

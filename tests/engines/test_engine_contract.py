@@ -68,9 +68,9 @@ def load_half(path: Path, **given: Any) -> Engine:
 
 
 def load_on_device(path: Path, *, provider: str, reproducible: bool = False, **given: Any) -> Engine:
-    from edgespec.engines.onnx.library import installed_providers, unusable_providers
+    from edgespec.engines.onnx.library import failures, installed_providers, load_cuda
 
-    if provider not in installed_providers() or provider in unusable_providers():
+    if provider not in installed_providers() or provider in failures or (provider == "cuda" and load_cuda()):
         pytest.skip(f"no {provider} device, or no package for it")
     with unless_refused(reproducible):
         return load_onnx(path, provider=provider, reproducible=reproducible, **given)

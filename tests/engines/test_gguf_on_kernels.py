@@ -185,10 +185,10 @@ def test_a_file_that_is_cut_or_changed_while_it_is_read_is_an_error(tmp_path):
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 100_000)
     with pytest.raises(ModelFileError, match="became shorter"):
-        source.arrays(64)
+        source.graph(64), source.arrays()
     shutil.copyfile(TARGET, path)
     with pytest.raises(ModelFileError, match="was changed while it was read"):
-        source.arrays(64)
+        source.graph(64), source.arrays()
 
 
 def test_a_weight_that_is_no_number_is_refused(tmp_path):

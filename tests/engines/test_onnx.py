@@ -18,7 +18,7 @@ from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.onnx import OnnxEngine, settings
 from edgespec.engines.onnx.library import library, run_options
-from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelNotFound, PromptError
+from edgespec.errors import CapabilityError, ConfigError, ModelNotFound, PromptError
 from edgespec.runtime import load
 from edgespec.types import Batch
 
@@ -59,11 +59,10 @@ def plain_logits(path: Path, ids: np.ndarray) -> np.ndarray:
     return session.run(["logits"], feeds)[0][0]
 
 
-@pytest.mark.parametrize("sequences", [1, 2])
-def test_a_closed_engine_gives_its_weights_back(onnx_path: Path, sequences: int) -> None:
-    engine = open_engine(onnx_path, max_sequences=sequences)
+def test_a_closed_engine_gives_its_weights_back(onnx_path: Path) -> None:
+    engine = open_engine(onnx_path)
     engine.forward(Batch.chain([1, 2, 3]))
-    session = weakref.ref(engine._passes._bindings.session)  # type: ignore[attr-defined]
+    session = weakref.ref(engine._bindings.session)  # type: ignore[attr-defined]
     engine.close()
     assert session() is None
 
@@ -153,47 +152,6 @@ def test_an_onnx_draft_serves_a_target_on_llamacpp(onnx_path):
         assert drafted.stats.accepted_tokens > 0
 
 
-def damage(path: Path, kind: str) -> None:
-    folder = path.parent
-    data = folder / "model.onnx.data"
-    actions = {
-        "graph cut": lambda: path.write_bytes(path.read_bytes()[:5000]),
-        "graph empty": lambda: path.write_bytes(b""),
-        "graph is text": lambda: path.write_text("not a graph"),
-        "weights cut": lambda: data.write_bytes(data.read_bytes()[:-4096]),
-        "weights gone": data.unlink,
-        "tokenizer gone": (folder / "tokenizer.json").unlink,
-        "tokenizer cut": lambda: (folder / "tokenizer.json").write_text('{"model": '),
-        "config gone": lambda: [
-            (folder / name).unlink(missing_ok=True) for name in ("config.json", "genai_config.json")
-        ],
-        "config cut": lambda: (folder / "config.json").write_text("{"),
-        "tokenizer settings are a list": lambda: (folder / "tokenizer_config.json").write_text("[]"),
-    }
-    actions[kind]()
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    {
-        "graph cut": "Export it again",
-        "graph empty": "Export it again",
-        "graph is text": "Export it again",
-        "weights cut": "ONNX Runtime refused the model",
-        "weights gone": "ONNX Runtime refused the model",
-        "tokenizer gone": "tokenizer.json",
-        "tokenizer cut": "tokenizer.json",
-        "config gone": "config.json",
-        "config cut": "config.json",
-        "tokenizer settings are a list": "tokenizer_config.json",
-    }.items(),
-)
-def test_a_damaged_export_is_refused(copied, kind, said):
-    damage(copied, kind)
-    with pytest.raises(ModelFileError, match=said):
-        open_engine(copied)
-
-
 def test_bad_options_are_refused(onnx_path, tmp_path):
     with pytest.raises(ModelNotFound):
         open_engine(tmp_path / "model.onnx")
@@ -210,32 +168,6 @@ def test_bad_options_are_refused(onnx_path, tmp_path):
         load(str(onnx_path.parent), gpu_layers=3)
     with pytest.raises(ConfigError, match="give -ctk and -ctv the same"):
         load(str(onnx_path.parent), cache_type_k="f32")
-
-
-def test_a_graph_without_a_cache_is_refused(copied):
-    import onnx
-
-    model = onnx.load(str(copied), load_external_data=False)
-    keep = [value for value in model.graph.input if not value.name.startswith("past")]
-    del model.graph.input[:]
-    model.graph.input.extend(keep)
-    onnx.save(model, str(copied))
-    with pytest.raises(ModelFileError, match="KV cache"):
-        open_engine(copied)
-
-
-def test_weights_outside_the_folder_are_refused(copied):
-    """A downloaded graph must not read files that its folder does not hold."""
-    import onnx
-
-    model = onnx.load(str(copied), load_external_data=False)
-    for tensor in model.graph.initializer:
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                entry.value = "../secret"
-    onnx.save(model, str(copied))
-    with pytest.raises(ModelFileError, match="outside"):
-        open_engine(copied)
 
 
 def test_the_demo_pair_has_both_engines():

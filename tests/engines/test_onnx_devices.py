@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +12,9 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.onnx import OnnxEngine, opening, sessions
-from edgespec.engines.onnx.devices import check_device
-from edgespec.engines.onnx.graph import Graph
-from edgespec.engines.onnx.library import failures_of_library, installed_providers, library, load_cuda
-from edgespec.engines.onnx.sessions import NO_FALLBACK, reason
+from edgespec.engines.onnx import OnnxEngine, sessions
+from edgespec.engines.onnx.engine import _check_device
+from edgespec.engines.onnx.library import installed_providers
 from edgespec.errors import CapabilityError
 from edgespec.types import Batch, Logits
 
@@ -33,7 +32,7 @@ def load(path: Path, provider: str = "cpu", **options: object) -> OnnxEngine:
 @pytest.mark.parametrize("least", [32, 1])
 def test_a_device_that_computes_wide_passes_wrongly_is_refused(tiny_graph_path, least, monkeypatch):
     with load(tiny_graph_path) as engine:
-        check_device(engine)
+        _check_device(engine)
         forward = engine.forward
 
         def wrong(batch: Batch) -> Logits:
@@ -41,39 +40,25 @@ def test_a_device_that_computes_wide_passes_wrongly_is_refused(tiny_graph_path, 
 
         monkeypatch.setattr(engine, "forward", wrong)
         with pytest.raises(CapabilityError, match="gives wrong results for this model: use "):
-            check_device(engine)
+            _check_device(engine)
         assert engine.length() == 0
 
 
 def test_auto_takes_the_next_device_where_one_lacks_something(tiny_graph_path, monkeypatch):
-    def without_room_for_its_heads(graph: Graph, provider: str, _head_size: int) -> Graph:
+    def opened(*given: Any, provider: str, **options: Any) -> Any:
         tried.append(provider)
         if provider != "cpu":
             raise CapabilityError("heads of 12 values")
-        return graph
+        return open_session(*given, provider=provider, **options)
 
-    tried = list[str]()
+    tried, open_session = list[str](), sessions.open_session
     monkeypatch.setattr(sessions, "installed_providers", lambda: ("cuda", "webgpu", "cpu"))
-    monkeypatch.setattr(opening, "adapted", without_room_for_its_heads)
+    monkeypatch.setattr("edgespec.engines.onnx.engine.open_session", opened)
     with load(tiny_graph_path, "auto") as engine:
         # CUDA, for which attention would be cast, was never run so: only for those who ask for it
         assert engine.facts.device == "cpu" and tried[-1] == "cpu" and tried[0] == "webgpu"
     with pytest.raises(CapabilityError, match="12 values"):
         load(tiny_graph_path, "cuda")
-
-
-def test_a_graph_that_cuda_runs_in_part_only_is_explained(tiny_graph_path):
-    """The words are ONNX Runtime's own: a session that may not use the processor, and has nothing else."""
-    options = library().SessionOptions()
-    options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    with pytest.raises(failures_of_library(), match=NO_FALLBACK) as refused:
-        library().InferenceSession(str(tiny_graph_path), options, providers=[])
-    graph, said = tiny_graph_path.read_bytes(), str(refused.value)
-    assert reason("webgpu", graph, said) == said
-    if not load_cuda():
-        told = reason("cuda", graph, said)
-        assert NO_FALLBACK in told and "llama.cpp" in told
-        assert reason("cuda", graph, "something else") == "something else"
 
 
 @NEEDS_WEBGPU
@@ -106,7 +91,7 @@ def test_classes_belong_to_the_device_that_runs(tiny_graph_path, monkeypatch):
     """Another device under the same provider has classes of its own."""
 
     def key(identity: str) -> str:
-        monkeypatch.setattr(opening, "device_identity", lambda _provider: identity)
+        monkeypatch.setattr("edgespec.engines.onnx.engine.device_identity", lambda _provider: identity)
         with load(tiny_graph_path, reproducible=True) as engine:
             return engine.facts.class_key
 

@@ -27,6 +27,9 @@ from trials import probe
 onnx = pytest.importorskip("onnx")
 
 
+WRONG_TOKENS, WRONG_HEADS = {"added_tokens": [{}]}, {"num_attention_heads": "four"}
+
+
 @pytest.fixture
 def folder(onnx_path: Path, tmp_path: Path) -> Path:
     """A copy of the demo's export."""
@@ -79,10 +82,16 @@ def set_entry(key: str, value: str) -> Callable[[Path], None]:
     return lambda folder: changed_graph(folder, change)
 
 
-def without_logits(graph: Any) -> None:
-    kept = [value for value in graph.output if value.name != "logits"]
-    del graph.output[:]
-    graph.output.extend(kept)
+def without(values: str, name: str) -> Callable[[Path], None]:
+    """Take what begins with `name` from the graph's inputs or outputs."""
+
+    def change(graph: Any) -> None:
+        named = getattr(graph, values)
+        kept = [value for value in named if not value.name.startswith(name)]
+        del named[:]
+        named.extend(kept)
+
+    return lambda folder: changed_graph(folder, change)
 
 
 def without_past_shape(graph: Any) -> None:
@@ -102,26 +111,44 @@ def without_inner_weights(graph: Any) -> None:
             tensor.raw_data = bytes(len(tensor.raw_data))
 
 
-FAULTS: dict[str, Callable[[Path], Any]] = {
-    "an object was expected; export the model again": lambda folder: (folder / "config.json").write_text("[]"),
-    "cannot be read": lambda folder: (folder / "config.json").write_text("[" * 100_000),
-    "num_attention_heads 'four'": lambda f: changed_json(
-        f, "config.json", lambda c: c | {"num_attention_heads": "four"}
-    ),
-    "ONNX Runtime refused .* Export it again": set_entry("offset", "1e3"),
-    "ONNX Runtime refused": set_entry("length", "-1"),
-    "no output 'logits'": lambda folder: changed_graph(folder, without_logits),
-    "the shape of 'past_key_values": lambda folder: changed_graph(folder, without_past_shape),
-    "rotary table": lambda folder: changed_graph(folder, with_flat_tables),
-    "chat_template.jinja cannot be read": lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff\xfe"),
-    "lists its added tokens wrongly": lambda f: changed_json(f, "tokenizer.json", lambda t: t | {"added_tokens": [{}]}),
-}
+def written(name: str, content: str | bytes) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-@pytest.mark.parametrize("says", FAULTS)
-def test_a_damaged_folder_is_refused_in_one_sentence(folder: Path, says: str) -> None:
-    FAULTS[says](folder)
-    with pytest.raises(ModelFileError, match=says if "tokens" not in says else "added tokens|not a usable tokenizer"):
+def cut_short(name: str, size: int) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size * (size < 0) + size)
+
+
+FAULTS: list[tuple[str, Callable[[Path], Any]]] = [
+    ("Export it again", cut_short("model.onnx", 5000)),
+    ("Export it again", cut_short("model.onnx", 0)),
+    ("Export it again", written("model.onnx", "not a graph")),
+    ("ONNX Runtime refused the model", cut_short("model.onnx.data", -4096)),
+    ("ONNX Runtime refused the model", lambda folder: (folder / "model.onnx.data").unlink()),
+    ("ONNX Runtime refused .* Export it again", set_entry("offset", "1e3")),
+    ("ONNX Runtime refused", set_entry("length", "-1")),
+    ("outside its own folder", set_entry("location", "../secret")),
+    ("no output 'logits'", without("output", "logits")),
+    ("KV cache", without("input", "past")),
+    ("the shape of 'past_key_values", lambda folder: changed_graph(folder, without_past_shape)),
+    ("not a usable model: .* must have the same shape", lambda folder: changed_graph(folder, with_flat_tables)),
+    ("tokenizer.json", lambda folder: (folder / "tokenizer.json").unlink()),
+    ("tokenizer.json", written("tokenizer.json", '{"model": ')),
+    ("added tokens|not a usable tokenizer", lambda f: changed_json(f, "tokenizer.json", lambda t: t | WRONG_TOKENS)),
+    ("tokenizer_config.json", written("tokenizer_config.json", "[]")),
+    ("config.json", lambda folder: [each.unlink() for each in folder.glob("*config.json")]),
+    ("config.json", written("config.json", "{")),
+    ("an object was expected; export the model again", written("config.json", "[]")),
+    ("cannot be read", written("config.json", "[" * 100_000)),
+    ("num_attention_heads 'four'", lambda f: changed_json(f, "config.json", lambda c: c | WRONG_HEADS)),
+    ("chat_template.jinja cannot be read", written("chat_template.jinja", b"\xff\xfe")),
+]
+
+
+@pytest.mark.parametrize(("says", "damage"), FAULTS)
+def test_a_damaged_folder_is_refused_in_one_sentence(folder: Path, says: str, damage: Callable[[Path], Any]) -> None:
+    damage(folder)
+    with pytest.raises(ModelFileError, match=says):
         logits_of(folder / "model.onnx")
 
 

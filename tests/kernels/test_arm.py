@@ -12,7 +12,7 @@ from edgespec.kernels import build
 from edgespec.kernels.library import library_path
 
 ROOT = Path(__file__).resolve().parents[2]
-CROSS, QEMU, SYSROOT = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
+CROSS, QEMU, SYSROOT = "aarch64-linux-gnu-gcc", "qemu-aarch64", "/usr/aarch64-linux-gnu"
 needs_arm = pytest.mark.skipif(
     not (shutil.which(CROSS) and shutil.which(QEMU)), reason=f"needs {CROSS} and {QEMU} (Debian: qemu-user)"
 )
@@ -22,7 +22,7 @@ def compiled(compiler: tuple[str, ...], folder: Path) -> Path:
     """The program that prints digests; see its source."""
     program, source = folder / "digests", ROOT / "tests" / "support" / "kernel_digests.cpp"
     options = ["-std=c++17", "-O1", "-ffp-contract=off", f"-I{build.SOURCES}"]
-    subprocess.run([*compiler, *options, str(source), "-ldl", "-o", str(program)], check=True)
+    subprocess.run([*compiler, *options, str(source), "-lstdc++", "-ldl", "-o", str(program)], check=True)
     return program
 
 

@@ -9,14 +9,12 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 import tiled
-from edgespec.kernels import tiles
-from edgespec.kernels.memory import CHUNK, KernelCache, cache_bytes
-from tiled import Floats, bits, node, session
+from edgespec.kernels.interface import CHUNK, KernelCache
+from tiled import Floats, Rows, bits, chain, node, session
 
 HEADS, KV_HEADS, SIZE, SLOTS, CHUNKS = 6, 2, 64, 3, 3
 WIDTH, LENGTH = (HEADS + 2 * KV_HEADS) * SIZE, 2 * CHUNK + 70
 INPUTS = {"q": TensorProto.FLOAT, "rows": TensorProto.INT32, "cache": TensorProto.INT64}
-PATHS = ("avx512-vnni", "avx-vnni", "avx2", "neon-i8mm", "neon-dot", "portable")
 ATTRIBUTES = {
     "heads": HEADS,
     "kv_heads": KV_HEADS,
@@ -52,8 +50,7 @@ class Model:
         if self.has_sinks:
             self.weights["sinks"] = rng.standard_normal(HEADS).astype(np.float32)
         sizes = [32, *[SIZE] * KV_HEADS]  # a layer before this one has a head of another size
-        self.memory = np.zeros(cache_bytes(self.kind, sizes, SLOTS, CHUNKS) or 0, np.uint8)
-        self.cache = KernelCache(self.memory, self.kind, sizes, SLOTS, CHUNKS)
+        self.cache = KernelCache(self.kind, sizes, SLOTS, CHUNKS)
         names = ["q", "", "", "rows", "cache", "cosines", "sines"]
         names += [name if name in self.weights else "" for name in ("q_norm", "k_norm", "sinks")]
         while not names[-1]:
@@ -73,9 +70,13 @@ class Model:
             self.threads,
         )
 
-    def run(self, joined: Floats, rows: list[tuple[int, int, int, int]] | NDArray[np.int32]) -> Floats:
+    def run(self, joined: Floats, rows: Rows) -> Floats:
         """Results [n, heads * size] of rows (slot, position, cell, parent)."""
-        given = {"q": joined[None], "rows": np.array(rows, np.int32), "cache": np.array([self.cache.number])}
+        given = {
+            "q": joined[None],
+            "rows": np.array(rows, np.int32).reshape(-1, 4),
+            "cache": np.array([self.cache.number]),
+        }
         found: Floats = self.session.run(None, given)[0][0]
         return found
 
@@ -114,10 +115,6 @@ class Model:
         return found.reshape(LENGTH, -1)
 
 
-def chain(slot: int, start: int, stop: int) -> list[tuple[int, int, int, int]]:
-    return [(slot, at, at, at - start - 1) for at in range(start, stop)]
-
-
 def cut(rng: np.random.Generator, most: int) -> Iterator[tuple[int, int]]:
     start = 0
     while start < LENGTH:
@@ -141,9 +138,10 @@ def test_a_q8_0_cache_is_near_a_f16_one() -> None:
     assert 0 < np.abs(near - exact).mean() < 0.02
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
-@pytest.mark.parametrize("variant", [{}, {"window": 90}, {"has_norms": True, "gated": 1}])
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "variant", "threads"),
+    [("F16", {}, 3), ("Q8_0", {}, 1), ("F16", {"window": 90}, 1), ("Q8_0", {"has_norms": True, "gated": 1}, 3)],
+)
 def test_rows_have_the_bits_that_they_have_alone(kind: str, variant: dict[str, bool], threads: int) -> None:
     alone = Model(kind, **variant)
     expected = np.concatenate([alone.chain(0, at, at + 1) for at in range(LENGTH)])
@@ -155,46 +153,28 @@ def test_rows_have_the_bits_that_they_have_alone(kind: str, variant: dict[str, b
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_texts_that_share_passes_have_their_own_bits(threads: int) -> None:
-    expected = [Model().chain(slot, 0, LENGTH) for slot in range(SLOTS)]
-    model, rng = Model(threads=threads), np.random.default_rng(5)
-    ends, got = [0] * SLOTS, [[np.zeros((0, HEADS * SIZE), np.float32)] for _ in range(SLOTS)]
-    while any(end < LENGTH for end in ends):
-        parts, joined, rows = [], [], []
-        for slot in rng.permutation(SLOTS).tolist():
-            stop = min(ends[slot] + int(rng.choice([0, 1, 1, 4, 50])), LENGTH)
-            rows += [(s, at, cell, len(rows) + p if p >= 0 else -1) for s, at, cell, p in chain(slot, ends[slot], stop)]
-            joined.append(model.texts[slot, ends[slot] : stop])
-            parts.append((slot, stop - ends[slot]))
-            ends[slot] = stop
-        found = model.run(np.concatenate(joined), np.array(rows, np.int32).reshape(-1, 4))
-        for (slot, _), part in zip(parts, np.split(found, np.cumsum([n for _, n in parts])[:-1]), strict=True):
-            got[slot].append(part)
+    model, got = Model(threads=threads), np.zeros((SLOTS, LENGTH, HEADS * SIZE), np.float32)
+    for parts, rows in tiled.shared_passes(SLOTS, LENGTH):
+        found = model.run(np.concatenate([model.texts[slot, start:stop] for slot, start, stop in parts]), rows)
+        for (slot, position, *_), result in zip(rows, found, strict=True):
+            got[slot, position] = result
     for slot in range(SLOTS):
-        np.testing.assert_array_equal(bits(np.concatenate(got[slot])), bits(expected[slot]))
+        np.testing.assert_array_equal(bits(got[slot]), bits(Model().chain(slot, 0, LENGTH)))
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
-@pytest.mark.parametrize("window", [0, 40])
-@pytest.mark.parametrize("base", [0, 1, 15, 37, CHUNK - 5, CHUNK, 2 * CHUNK - 1])
+@pytest.mark.parametrize(("kind", "window"), [("F16", 0), ("F16", 40), ("Q8_0", 40)])
+@pytest.mark.parametrize("base", [0, 37, CHUNK - 5, 2 * CHUNK - 1])
 def test_branches_of_a_tree_have_the_bits_of_chains(kind: str, window: int, base: int) -> None:
     rng = np.random.default_rng(base)
-    parents = [-1, *(int(rng.integers(-1, i)) for i in range(1, 30))]
-    depths = [0] * 30
-    for i, parent in enumerate(parents):
-        depths[i] = depths[parent] + 1 if parent >= 0 else 0
+    rows, paths = tiled.tree(rng, base, 30)
     model = Model(kind, window=window)
     tokens = rng.standard_normal((30, WIDTH)).astype(np.float32)
     if base:
         model.chain(0, 0, base)
-    got = model.run(tokens, [(0, base + depths[i], base + i, parents[i]) for i in range(30)])
-    for leaf in range(30):
-        path = [leaf]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
+    got = model.run(tokens, rows)
+    for path in paths:
         expected = model_after(kind, window, base).run(tokens[path], chain(0, base, base + len(path)))
         np.testing.assert_array_equal(bits(got[path]), bits(expected))
-        kept = model.cache.read(0, base + np.array(path, np.int32))
-    np.testing.assert_array_equal(kept, model.cache.read(0, base + np.array(path, np.int32)))
 
 
 _models: dict[tuple[str, int, int], Model] = {}
@@ -212,21 +192,18 @@ def model_after(kind: str, window: int, base: int) -> Model:
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
-def test_all_paths_give_the_same_bits_and_caches(kind: str) -> None:
-    before, found = tiles.path(), []
-    try:
-        for path in filter(tiled.choose_path, PATHS):
-            for variant in VARIANTS:
-                model = Model(kind, **variant)
-                model.texts *= 10.0 ** np.random.default_rng(0).uniform(-6, 1, (SLOTS, LENGTH, 1)).astype(np.float32)
-                parts = [model.chain(0, 0, 250), model.chain(0, 250, 257), model.chain(0, 257, 300)]
-                found.append((path, str(variant), bits(np.concatenate(parts)), model.memory.copy()))
-    finally:
-        tiled.choose_path(before)
-    for path, variant, result, memory in found:
-        first = next(each for each in found if each[1] == variant)
-        np.testing.assert_array_equal(memory, first[3], err_msg=f"{path} {variant}")
-        np.testing.assert_array_equal(result, first[2], err_msg=f"{path} {variant}")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_all_paths_give_the_same_bits_and_caches(kind: str, variant: dict[str, bool], paths: list[str]) -> None:
+    found = []
+    for path in paths:
+        assert tiled.choose_path(path)
+        model = Model(kind, **variant)
+        model.texts *= 10.0 ** np.random.default_rng(0).uniform(-6, 1, (SLOTS, LENGTH, 1)).astype(np.float32)
+        parts = [model.chain(0, 0, 250), model.chain(0, 250, 257), model.chain(0, 257, 300)]
+        found.append((bits(np.concatenate(parts)), model.cache.memory.copy()))
+    for result, memory in found[1:]:
+        np.testing.assert_array_equal(memory, found[0][1])
+        np.testing.assert_array_equal(result, found[0][0])
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
@@ -246,9 +223,9 @@ def test_cells_are_read_and_written_back(kind: str) -> None:
         model.cache.read(0, np.array([CHUNKS * CHUNK], np.int32))
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
+def test_rows_outside_the_cache_are_errors() -> None:
+    model = Model()
+    for row, message in (
         ((3, 0, 0, -1), "slot 3"),
         ((-1, 0, 0, -1), "slot -1"),
         ((0, -1, 0, -1), "position -1"),
@@ -257,31 +234,26 @@ def test_cells_are_read_and_written_back(kind: str) -> None:
         ((0, 0, -1, -1), "cell -1"),
         ((0, 1, 1, 0), "parent 0"),
         ((0, 1, 1, -2), "parent -2"),
-    ],
-)
-def test_rows_outside_the_cache_are_errors(row: tuple[int, int, int, int], message: str) -> None:
-    model = Model()
-    with pytest.raises(Exception, match=message):
-        model.run(model.texts[0, :1], [row])
+    ):
+        with pytest.raises(Exception, match=message):
+            model.run(model.texts[0, :1], [row])
     model.cache.close()
     with pytest.raises(Exception, match="a cache that nobody holds"):
         model.run(model.texts[0, :1], [(0, 0, 0, -1)])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_attributes_that_cannot_be_are_named() -> None:
+    for change, message in (
         ({"heads": 5}, "5 heads of size 64 for 2"),
         ({"head_size": 60}, "size 60"),
         ({"head_size": 2048}, "size 2048"),
         ({"first_head": -1}, "number -1"),
         ({"window": -1}, "window -1"),
         ({"gated": 2}, "6 heads of size 64"),
-    ],
-)
-def test_attributes_that_cannot_be_are_named(change: dict[str, int], message: str) -> None:
-    with pytest.raises(Exception, match=message):
-        session([node("Attention", ["q", "", "", "rows", "cache"], ["y"], **(ATTRIBUTES | change))], INPUTS, ["y"], {})
+    ):
+        attention = node("Attention", ["q", "", "", "rows", "cache"], ["y"], **(ATTRIBUTES | change))
+        with pytest.raises(Exception, match=message):
+            session([attention], INPUTS, ["y"], {})
 
 
 def test_heads_outside_the_cache_are_errors() -> None:

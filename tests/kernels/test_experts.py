@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto
 
 import tiled
-from edgespec.kernels import tiles
+from edgespec.kernels import interface
 from tiled import Bytes, Floats, bits, node, packed, random_rows, session
 
 COUNT, SIZE, INNER = 7, 256, 64
@@ -32,7 +32,7 @@ class Model:
         self.biases = [rng.standard_normal((COUNT, n)).astype(np.float32) * has_biases for n, _ in self.shapes]
         self.scales = rng.uniform(0.5, 2, COUNT).astype(np.float32)
         self.attributes: dict[str, Any] = {"K": SIZE, "F": INNER, "experts": COUNT, "used": used, "gate": gate}
-        self.attributes["types"] = [tiles.TYPES[kind] for kind in kinds]
+        self.attributes["types"] = [interface.TYPES[kind] for kind in kinds]
 
     def session(self, threads: int = 1, *, has_shared: bool = False, **changes: Any) -> Any:
         biases = [f"{name}_bias" for name in NAMES[: len(self.kinds)]]

@@ -7,11 +7,11 @@ import pytest
 from onnx import TensorProto
 
 import tiled
-from edgespec.kernels import tiles
+from edgespec.kernels import interface
 from tiled import Bytes, Floats, bits, dequantised, node, packed, random_rows, session
 
 KINDS, OUTPUTS, INPUTS = ("Q4_K", "Q8_0", "F16"), (200, 33, 16), 512
-TYPES = [tiles.TYPES[kind] for kind in KINDS]
+TYPES = [interface.TYPES[kind] for kind in KINDS]
 X = {"x": TensorProto.FLOAT}
 
 
@@ -60,7 +60,7 @@ def test_an_enormous_value_does_not_cost_its_block_the_small_ones(kind: str, pat
     """Such a row errs like a row without it, and has the same bits alone, among a thousand and on every path."""
     rng = np.random.default_rng(3)
     rows = random_rows(kind, 40, INPUTS, rng)
-    product = node("TiledMatMul", ["x", "", "w"], ["y"], K=INPUTS, types=[tiles.TYPES[kind]], outputs=[40])
+    product = node("TiledMatMul", ["x", "", "w"], ["y"], K=INPUTS, types=[interface.TYPES[kind]], outputs=[40])
     model = session([product], X, ["y"], {"w": packed(kind, rows, INPUTS)}, 2)
     matrix = dequantised(kind, rows).astype(np.float64).T
     x, uneven = rng.standard_normal((1100, INPUTS)).astype(np.float32), [0, 5, 700, *range(900, 1000)]
@@ -133,7 +133,7 @@ def test_other_numbers_of_inputs_and_outputs_are_errors(weights: dict[str, Bytes
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0", "F16"])
 def test_lookup_gives_rows_of_the_file_and_refuses_other_ids(kind: str) -> None:
     rows = random_rows(kind, 37, 512, np.random.default_rng(3))
-    look_up = node("TiledLookup", ["ids", "tiles"], ["y"], K=512, type=tiles.TYPES[kind], N=37)
+    look_up = node("TiledLookup", ["ids", "tiles"], ["y"], K=512, type=interface.TYPES[kind], N=37)
     model = session([look_up], {"ids": TensorProto.INT64}, ["y"], {"tiles": packed(kind, rows, 512)})
     ids = np.array([[[3, 36], [0, 3]]])
     np.testing.assert_array_equal(model.run(None, {"ids": ids})[0], dequantised(kind, rows)[ids])
@@ -141,7 +141,7 @@ def test_lookup_gives_rows_of_the_file_and_refuses_other_ids(kind: str) -> None:
     for bad in (37, -1, 2**62):
         with pytest.raises(Exception, match=r"an id outside 0\.\.36"):
             model.run(None, {"ids": np.array([0, bad])})
-    wrong = node("TiledLookup", ["ids", "tiles"], ["y"], K=512, type=tiles.TYPES[kind], N=57)
+    wrong = node("TiledLookup", ["ids", "tiles"], ["y"], K=512, type=interface.TYPES[kind], N=57)
     with pytest.raises(Exception, match=r"tiles has .* bytes"):
         session([wrong], {"ids": TensorProto.INT64}, ["y"], {"tiles": packed(kind, rows, 512)})
 
@@ -149,7 +149,7 @@ def test_lookup_gives_rows_of_the_file_and_refuses_other_ids(kind: str) -> None:
 def test_what_codes_leave_of_a_row_adds_nothing_to_its_products_with_floats() -> None:
     rng = np.random.default_rng(7)
     tile = {name: packed(kind, random_rows(kind, 16, 64, rng), 64) for name, kind in (("w0", "Q8_0"), ("w1", "F16"))}
-    types = [tiles.TYPES["Q8_0"], tiles.TYPES["F16"]]
+    types = [interface.TYPES["Q8_0"], interface.TYPES["F16"]]
     model = session([node("TiledMatMul", ["x", "", "w0", "w1"], ["y", "z"], K=64, types=types, outputs=[16, 16])], X,
                     ["z"], tile)  # fmt: skip
     x = rng.standard_normal((3, 64)).astype(np.float32)

@@ -9,11 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-
-from edgespec.engines.onnx.pages import untouched_zeros
-from edgespec.platform.memory import own_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 MB = 1_000_000
@@ -61,14 +57,3 @@ def write_tokenizer(folder: Path, size: int) -> None:
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     whole = {"version": "1.0", "added_tokens": [], "model": model, "pre_tokenizer": level, "decoder": level}
     (folder / "tokenizer.json").write_text(json.dumps(whole, ensure_ascii=False), encoding="utf-8")
-
-
-def test_zeros_take_memory_where_they_are_written_only() -> None:
-    size = 64 * MB
-    before = own_bytes() or 0
-    array = untouched_zeros((2, size // 2), np.uint8)
-    assert not array.any() and array.flags.writeable and (own_bytes() or 0) < before + size // 4
-    array[1] = 1
-    assert (own_bytes() or 0) > before + size // 4
-    with pytest.raises(MemoryError, match="no room for"):
-        untouched_zeros(1 << 50, np.uint8)

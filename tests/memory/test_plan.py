@@ -18,7 +18,6 @@ from edgespec.config.values import DrafterName
 from edgespec.engines.llamacpp import library
 from edgespec.engines.llamacpp.footprint import footprint
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.onnx.library import possible_devices
 from edgespec.errors import ConfigError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.loading.requirements import resolve_pair
@@ -169,16 +168,6 @@ def test_cuda_is_told_by_the_files_of_a_build(tmp_path: Path, monkeypatch: pytes
     library.has_cuda.cache_clear()
     assert library.has_cuda()
     library.has_cuda.cache_clear()
-
-
-def test_a_device_that_may_be_chosen_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plan_of(engine="onnx").device_note == "" or possible_devices()
-    (tmp_path / "onnxruntime_ep_webgpu").mkdir()
-    (tmp_path / "onnxruntime_ep_webgpu" / "__init__.py").write_text("raise AssertionError('a plan imports nothing')")
-    monkeypatch.syspath_prepend(tmp_path)
-    plan = plan_of(engine="onnx")
-    assert "ONNX Runtime may choose webgpu" in plan.device_note and plan.device_bytes == 0
-    assert not plan_of(engine="onnx", provider="cpu").device_note and not plan_of(engine="llamacpp").device_note
 
 
 @pytest.mark.usefixtures("without_kernels")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from edgespec.engines.onnx import devices, opening
+from edgespec.engines.onnx import engine
 from edgespec.engines.widths import METHOD
 
 
@@ -15,6 +15,6 @@ from edgespec.engines.widths import METHOD
 def as_for_cuda() -> Iterator[None]:
     """Models that are loaded here on the processor are adapted as for CUDA, and have width classes of their own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "HALF_ONLY", frozenset({"cpu"}))
-        patch.setattr(opening, "METHOD", f"{METHOD} as for CUDA")
+        patch.setattr(engine, "HALF_ONLY", frozenset({"cpu"}))
+        patch.setattr(engine, "METHOD", f"{METHOD} as for CUDA")
         yield

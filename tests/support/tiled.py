@@ -1,6 +1,6 @@
 """Random weights of every GGML type as a GGUF has them, and sessions of graphs of the kernels' operators."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize, quantize
 from numpy.typing import NDArray
 from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper
 
-from edgespec.kernels import tiles
+from edgespec.kernels import interface
 from edgespec.kernels.library import library_path
 
 Floats = NDArray[np.float32]
@@ -40,6 +40,10 @@ def activation_block(kind: str) -> int:
     return int(GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0])
 
 
+def block_bytes(kind: str) -> int:
+    return int(GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1])
+
+
 def random_rows(kind: str, outputs: int, inputs: int, rng: np.random.Generator) -> Bytes:
     """Rows [outputs, bytes] with any codes and small scales, of both signs."""
     if kind not in SCALES:
@@ -63,10 +67,10 @@ def dequantised(kind: str, rows: Bytes) -> Floats:
 
 
 def packed(kind: str, rows: Bytes, inputs: int) -> Bytes:
-    size = tiles.packed_bytes(kind, len(rows), inputs)
+    size = interface.packed_bytes(kind, len(rows), inputs)
     assert size is not None
     out = np.empty(size, np.uint8)
-    assert tiles.pack(kind, rows, inputs, out)
+    assert interface.pack(kind, rows, inputs, out)
     return out
 
 
@@ -107,24 +111,54 @@ def session(
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
+Rows = list[tuple[int, int, int, int]]
+
+
+def chain(slot: int, start: int, stop: int, first: int = 0) -> Rows:
+    """Rows (slot, position, cell, parent) of a text, which are from number `first` on in their pass."""
+    return [(slot, at, at, first + at - start - 1 if at > start else -1) for at in range(start, stop)]
+
+
+def shared_passes(slots: int, length: int) -> Iterator[tuple[list[tuple[int, int, int]], Rows]]:
+    """Passes that bring all texts to `length`: parts (slot, start, stop) in any order, and their rows."""
+    rng, ends = np.random.default_rng(5), [0] * slots
+    while any(end < length for end in ends):
+        parts, rows = [], Rows()
+        for slot in rng.permutation(slots).tolist():
+            stop = min(ends[slot] + int(rng.choice([0, 1, 1, 4, 50])), length)
+            rows += chain(slot, ends[slot], stop, len(rows))
+            parts.append((slot, ends[slot], stop))
+            ends[slot] = stop
+        yield parts, rows
+
+
+def tree(rng: np.random.Generator, base: int, count: int) -> tuple[Rows, list[list[int]]]:
+    """A random tree behind `base` tokens of the first text: its rows, and the path to each."""
+    parents = [-1, *(int(rng.integers(-1, i)) for i in range(1, count))]
+    paths: list[list[int]] = []
+    for i, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), i])
+    return [(0, base + len(paths[i]) - 1, base + i, parents[i]) for i in range(count)], paths
+
+
 def choose_path(name: str) -> bool:
     """Have later products use that instruction set; False if this processor lacks it. Results are equal."""
-    return bool(tiles.kernels().edgespec_choose_path(name.encode()) == 0)
+    return bool(interface.kernels().edgespec_choose_path(name.encode()) == 0)
 
 
 def lookup(kind: str, tile: Bytes, outputs: int, inputs: int, ids: NDArray[np.int64]) -> Floats:
     """Dequantised rows [len(ids), inputs]. Raises IndexError for an id outside the matrix."""
     out = np.empty((len(ids), inputs), np.float32)
-    given = tiles.TYPES[kind], tile.ctypes.data, outputs, inputs, ids.ctypes.data, len(ids), out.ctypes.data
-    if tiles.kernels().edgespec_lookup(*given):
+    given = interface.TYPES[kind], tile.ctypes.data, outputs, inputs, ids.ctypes.data, len(ids), out.ctypes.data
+    if interface.kernels().edgespec_lookup(*given):
         raise IndexError(f"an id is outside 0..{outputs - 1}")
     return out
 
 
 def product(kind: str, tile: Bytes, outputs: int, x: Floats, bias: Floats | None = None) -> Floats:
     """x [m, inputs] times a matrix [outputs, inputs] as tiles, plus `bias` [outputs]: [m, outputs], in this thread."""
-    (rows, inputs), library, kind_number = x.shape, tiles.kernels(), tiles.TYPES[kind]
-    assert tiles.packed_bytes(kind, outputs, inputs) == tile.nbytes and x.flags.c_contiguous
+    (rows, inputs), library, kind_number = x.shape, interface.kernels(), interface.TYPES[kind]
+    assert interface.packed_bytes(kind, outputs, inputs) == tile.nbytes and x.flags.c_contiguous
     y = np.empty((rows, outputs), np.float32)
     scratch = np.empty(library.edgespec_scratch_bytes(kind_number, inputs, rows) + 64, np.uint8)
     status = library.edgespec_product(

@@ -6,6 +6,8 @@ through the model one after another. In reproducible mode passes are padded into
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,49 +17,73 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.closing import closed_on_failure
-from edgespec.engines.base import EngineFacts
+from edgespec.engines.base import Engine, EngineFacts
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.onnx.devices import check_device
-from edgespec.engines.onnx.graph import Graph, read_graph
+from edgespec.engines.onnx.graph import (
+    HALF_ONLY,
+    HIDDEN,
+    LENGTHS,
+    LOGITS,
+    MASK,
+    OUTPUT_ROWS,
+    POSITIONS,
+    TOTAL,
+    Graph,
+    bytes_per_token,
+    read_graph,
+)
 from edgespec.engines.onnx.hybrid_engine import HybridEngine
 from edgespec.engines.onnx.kernel_engine import KernelEngine
-from edgespec.engines.onnx.library import device_identity, run_options, version
-from edgespec.engines.onnx.opening import check_logits, open_passes, widths_key
-from edgespec.engines.onnx.passes import PassRows
-from edgespec.engines.onnx.session_engine import SessionEngine
-from edgespec.engines.onnx.sessions import providers_for, reason
+from edgespec.engines.onnx.library import device_identity, library, run_options, translated, version
+from edgespec.engines.onnx.sessions import Bindings, SessionEngine, open_session, providers_for, reason
 from edgespec.engines.onnx.settings import VALUES_AT_ONCE, ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import Source, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
-from edgespec.engines.rows import SequenceBook, SequenceRows
-from edgespec.engines.widths import pinned_facts
-from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.types import Batch, Logits
+from edgespec.engines.proof import PREFIX
+from edgespec.engines.rows import SequenceBook, SequenceRows, fault_of
+from edgespec.engines.widths import METHOD, pinned_facts
+from edgespec.errors import CapabilityError, EngineError, ModelFileError
+from edgespec.platform.disk_cache import file_key, key_of
+from edgespec.platform.machine import processor
+from edgespec.types import Batch, Logits, TokenIds
 
+NARROW, WIDE = 8, 128  # rows of the passes that are compared
+TOLERANCE = 0.02  # in standard deviations of the logits
+LARGEST_HEAD, HEAD_STEP = 256, 8  # of attention in float16
 CAST_NOTE = "attention is computed in float16 on this device, and cached keys and values are at most 16 bits"
 
 
 class OnnxEngine(SessionEngine):
-    """On ONNX Runtime's own kernels. Make it with `load`, which also makes those on ours."""
+    """On ONNX Runtime's own kernels. Make it with `load`, which also makes those on ours.
 
-    def __init__(self, source: Source, graph: Graph, settings: OnnxSettings, config: ModelConfig) -> None:
+    GroupQueryAttention writes new keys and values into the buffer that holds the old ones, so nothing is copied and a
+    rollback only changes a length. Inputs and outputs are bound once per width.
+    """
+
+    def __init__(
+        self, session: Any, source: Source, graph: Graph, settings: OnnxSettings, config: ModelConfig, note: str = ""
+    ) -> None:
+        """`graph`: as `settings.provider` runs it in `session`; `note`: what the user should know of that."""
         self._options = run_options()
-        self._max_outputs = settings.max_outputs(graph.vocabulary_size)
-        exported = graph
-        passes, provider, graph = open_passes(source, exported, settings, self._options)
+        self._bindings = Bindings(session, self._options)
+        self._graph, self._settings = graph, settings
         self.vocabulary = TokenizerFile(source.folder, graph.vocabulary_size)
-        self._passes = passes
+        self._caches: dict[int, list[Any]] = {}  # by sequence, made when first used: an array for each of `graph.cache`
+        self._tokens = np.zeros((settings.max_sequences, settings.context_length), np.int32)  # in their cells
         self._least_rows = 1  # narrower passes are padded
-        self._ids = np.zeros((settings.max_sequences, passes.capacity), np.int32)  # in the cells of each sequence
-        self._gathered = np.zeros((0, graph.vocabulary_size), np.float32)
-        self._shift = 0  # rows of the last pass before those that were asked for
-        self._states: NDArray[np.float32] | None = None  # of the last batch, if several passes gave them
+        rows = settings.max_rows
+        self._ids, self._positions, self._output_rows = (np.zeros(rows, np.int64) for _ in range(3))
+        self._lengths, self._total = np.zeros(1, np.int32), np.zeros(1, np.int32)
+        self._counting = np.arange(settings.context_length + rows, dtype=np.int64)
+        self._max_outputs = settings.max_outputs(graph.vocabulary_size)
+        self._logits = np.zeros((self._max_outputs, graph.vocabulary_size), np.float32)
         self._has_hidden = graph.hidden_size is not None
+        self._hidden = np.zeros((rows, graph.hidden_size or 0), np.float32)
+        self._states = self._hidden[:0]  # of the last batch's rows
         self._book = SequenceBook(settings.max_sequences)
-        self._last_width = 0
         self._held = HeldFiles(source.mapped)
-        self._stamp = StateStamp.of("onnx", source.files, version(), provider, graph.cache[0].element_type)
+        self._stamp = StateStamp.of("onnx", source.files, version(), settings.provider, graph.cache[0].element_type)
         self.facts = EngineFacts(
             name="onnx",
             architecture=config.architecture,
@@ -66,13 +92,13 @@ class OnnxEngine(SessionEngine):
             max_batch=min(settings.max_batch, settings.context_length),
             can_rollback=True,
             weight_bytes=source.weight_bytes(graph),
-            kv_bytes_per_token=passes.bytes_per_token,
+            kv_bytes_per_token=bytes_per_token(graph, settings.head_size),
             pinned_class=None,
-            device=provider,
+            device=settings.provider,
             threads=settings.threads,
             own_cells=True,
-            notes=(CAST_NOTE,) if graph.is_half > exported.is_half else (),
-            placement=device_identity(provider),
+            notes=(note,) if note else (),
+            placement=device_identity(settings.provider),
         )
 
     @classmethod
@@ -97,12 +123,12 @@ class OnnxEngine(SessionEngine):
                 graph = read(cells=settings.context_length)
             return _load_on_kernels(source, graph, settings, config, use)
         reproducible = use.reproducible
-        engine = cls(source, graph, settings, config)
+        engine = _opened(read, source, graph, settings, config)
         engine.state_layers = use.state_layers
-        check_logits(engine, path)
+        _check_logits(engine, path)
         if engine.facts.device != "cpu":
             with closed_on_failure(engine):
-                check_device(engine)
+                _check_device(engine)
         if engine.facts.device == "cpu" and not settings.has_classes:
             if reproducible:
                 engine.close()
@@ -115,7 +141,7 @@ class OnnxEngine(SessionEngine):
         gives = use.state_layers or use.hidden_states
         if reproducible:
             widest = settings.measured_widths
-            key = widths_key(source, settings, engine.facts.device, widest, gives)
+            key = _widths_key(source, settings, engine.facts.device, widest, gives)
             advice = "Use --no-reproducible, or another export (int8, int4)"
             engine.facts = pinned_facts(engine, key, widest=widest, advice=advice)
             assert engine.facts.pinned_class is not None
@@ -132,29 +158,17 @@ class OnnxEngine(SessionEngine):
                 "ONNX Runtime's own kernels score chains only: trees need a GGUF, or an export to one of its types"
             )
         self._held.check()
-        self._states = None
         if len(placed) == 1:
             ((sequence, part),) = placed.items()
-            logits = self._run(sequence, part, batch.outputs)
-        else:
-            logits = self._run_several(batch, placed)
-        self._last_width = batch.width
-        return logits
-
-    def _run_several(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
-        """Logits of the wanted rows of several sequences, in batch order."""
-        states = np.zeros((batch.width, self._passes.hidden_size), np.float32) if self._passes.hidden_size else None
-        count = int(np.count_nonzero(batch.outputs))
-        if len(self._gathered) < count:
-            self._gathered = np.zeros((count, self._gathered.shape[1]), np.float32)
-        place = np.cumsum(batch.outputs) - 1
+            return self._run(sequence, part, batch.outputs)
+        logits, states = [], []
         for sequence, part in placed.items():
-            wanted = batch.outputs[part.rows]
-            self._gathered[place[np.array(part.rows)[wanted]]] = self._run(sequence, part, wanted)
-            if states is not None:
-                states[part.rows] = self._hidden(len(part.rows))
-        self._states = states
-        return self._gathered[:count]
+            logits.append(self._run(sequence, part, batch.outputs[part.rows]).copy())
+            states.append(self._states.copy())
+        rows = np.concatenate([part.rows for part in placed.values()])
+        self._states = np.concatenate(states)[np.argsort(rows)]
+        found: Logits = np.concatenate(logits)[np.argsort(rows[batch.outputs[rows]])]
+        return found
 
     def _run(self, sequence: int, part: SequenceRows, wanted: NDArray[np.bool_]) -> Logits:
         """One pass over a chain, with at least `_least_rows` rows, with and without logits.
@@ -162,20 +176,79 @@ class OnnxEngine(SessionEngine):
         Tokens before the chain are scored again, with the same bits, so that no cell after it is needed. Where there
         are too few, at the start of a text, scratch rows follow instead.
         """
-        self._states = None
-        missing = max(self._least_rows - len(part.rows), 0)
-        shift = self._shift = missing if missing <= part.base else 0
+        width = len(part.rows)
+        missing = max(self._least_rows - width, 0)
+        shift = missing if missing <= part.base else 0
         ids = part.token_ids
         if missing:
-            before = self._ids[sequence, part.base - shift : part.base]
+            before = self._tokens[sequence, part.base - shift : part.base]
             ids = np.concatenate((before, ids, np.zeros(missing - shift, np.int32)))
         asked = np.flatnonzero(wanted)
-        count = asked.size
-        outputs = (asked if count else np.array([len(part.rows) - 1])) + shift  # one is computed in any case
+        outputs = (asked if asked.size else np.array([width - 1])) + shift  # one is computed in any case
         outputs = np.concatenate((outputs, np.repeat(outputs[-1:], max(self._least_rows - outputs.size, 0))))
-        logits = self._passes.run(sequence, PassRows(part.base - shift, ids, outputs))
-        self._ids[sequence, part.base : part.base + len(part.rows)] = part.token_ids
-        return logits[:count]
+        self._pass(sequence, part.base - shift, ids, outputs)
+        self._tokens[sequence, part.base : part.base + width] = part.token_ids
+        self._states = self._hidden[shift : shift + width]
+        return self._logits[: asked.size]
+
+    def _pass(self, sequence: int, base: int, token_ids: TokenIds, outputs: NDArray[np.intp]) -> None:
+        """Score `token_ids` [n], for the cells from `base` on: logits of the rows `outputs`, and hidden states."""
+        width, count, total = token_ids.size, outputs.size, base + token_ids.size
+        self._ids[:width] = token_ids
+        self._positions[:width] = self._counting[base:total]
+        self._output_rows[:count] = outputs
+        self._lengths[0], self._total[0] = total - 1, total
+        binding, on_device = self._bindings.of((sequence, width, count), self._bind), self._settings.provider != "cpu"
+        if on_device:
+            self._bind_rows(binding, width, count)  # which copies them to the device: a binding keeps that copy
+        self._bindings.run(binding, on_device=on_device)
+
+    def _bind_rows(self, binding: Any, width: int, count: int) -> None:
+        inputs: dict[str, tuple[tuple[int, ...], NDArray[Any]]] = {
+            "input_ids": ((1, width), self._ids),
+            POSITIONS: ((1, width), self._positions),
+            LENGTHS: ((1,), self._lengths),
+            TOTAL: ((), self._total),
+            OUTPUT_ROWS: ((count,), self._output_rows),
+        }
+        for name, (shape, array) in inputs.items():
+            if name in self._graph.inputs:
+                binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
+
+    def _bind(self, binding: Any, sequence: int, width: int, count: int) -> None:
+        """For `width` rows, `count` of them with logits."""
+        self._bind_rows(binding, width, count)
+        for entry, buffer in zip(self._graph.cache, self._buffers(sequence), strict=True):
+            binding.bind_ortvalue_input(entry.past, buffer)
+            binding.bind_ortvalue_output(entry.present, buffer)
+        wanted = 1, count, self._graph.vocabulary_size
+        binding.bind_output(LOGITS, "cpu", 0, np.float32, wanted, self._logits.ctypes.data)
+        if self._graph.hidden_size:
+            shape = 1, width, self._graph.hidden_size
+            binding.bind_output(HIDDEN, "cpu", 0, np.float32, shape, self._hidden.ctypes.data)
+
+    def _buffers(self, sequence: int) -> list[Any]:
+        """[1, heads, cells, head size] each, in the device's memory."""
+        if sequence not in self._caches:
+            settings, make = self._settings, library().OrtValue.ortvalue_from_numpy
+            device = () if settings.provider == "cpu" else (settings.provider, 0)
+            sizes = settings.context_length, settings.head_size
+            self._caches[sequence] = [
+                make(np.zeros((1, entry.heads, *sizes), entry.dtype), *device) for entry in self._graph.cache
+            ]
+        return self._caches[sequence]
+
+    def _arrays(self, sequence: int) -> Iterator[NDArray[Any]]:
+        """Keys and values [heads, cells, head size], by entry of the cache; from a device copies."""
+        return (buffer.numpy()[0] for buffer in self._buffers(sequence))
+
+    def _fill(self, sequence: int, arrays: Sequence[NDArray[Any]]) -> None:
+        """Write `arrays`, as `_arrays` gives them, into the first cells."""
+        for buffer, values in zip(self._buffers(sequence), arrays, strict=True):
+            whole = buffer.numpy()
+            whole[0, :, : values.shape[1]] = values
+            if self._settings.provider != "cpu":
+                buffer.update_inplace(whole)
 
     def _truncate(self, to_length: int, sequence: int) -> None:
         """Cells beyond a sequence's length are overwritten before they are read."""
@@ -184,32 +257,110 @@ class OnnxEngine(SessionEngine):
         """The path of a chain is its beginning, which is in place."""
 
     def _copy(self, source: int, destination: int) -> None:
+        length = self._book.lengths[source]
         self._book.settle(destination, 0)
-        self._passes.copy(source, destination, self._book.lengths[source])
-        self._ids[destination] = self._ids[source]
+        self._fill(destination, [array[:, :length] for array in self._arrays(source)])
+        self._tokens[destination] = self._tokens[source]
 
     def _state(self, sequence: int) -> bytes:
         length = self._book.lengths[sequence]
-        return self._ids[sequence, :length].tobytes() + self._passes.read(sequence, length)
+        tokens = self._tokens[sequence, :length].tobytes()
+        return b"".join((tokens, *(array[:, :length].tobytes() for array in self._arrays(sequence))))
 
     def _restore(self, state: memoryview, length: int, sequence: int) -> None:
         self._book.settle(sequence, 0)
-        self._ids[sequence, :length] = np.frombuffer(state, np.int32, length)
-        self._passes.write(sequence, state[4 * length :])
+        self._tokens[sequence, :length] = np.frombuffer(state, np.int32, length)
+        arrays, start = [], 4 * length
+        for entry in self._graph.cache:
+            shape = entry.heads, length, self._settings.head_size
+            arrays.append(np.frombuffer(state, entry.dtype, np.prod(shape), start).reshape(shape))
+            start += arrays[-1].nbytes
+        self._fill(sequence, arrays)
 
     def hidden_states(self) -> NDArray[np.float32]:
         self._require_open()
-        return self._hidden(self._last_width)
-
-    def _hidden(self, width: int) -> NDArray[np.float32]:
-        """Those of the last rows that were asked for, a view."""
-        if self._states is not None:
-            return self._states
-        return self._passes.hidden()[self._shift : self._shift + width]
+        return self._states if self._has_hidden else super().hidden_states()
 
     def _free(self) -> None:
         self._held.close()
-        del self._passes  # they hold the session too
+        self._bindings.close()
+        self._caches.clear()
+
+
+class ConcatenatedEngine(OnnxEngine):
+    """Of exports whose cache grows by concatenation (Optimum): every pass copies all keys and values.
+
+    It is 1.6 to 1.9 times slower per token.
+    """
+
+    def _pass(self, sequence: int, base: int, token_ids: TokenIds, outputs: NDArray[np.intp]) -> None:
+        total, make = base + token_ids.size, library().OrtValue.ortvalue_from_numpy
+        inputs = {
+            "input_ids": token_ids.astype(np.int64)[None],
+            MASK: np.ones((1, total), np.int64),
+            POSITIONS: self._counting[None, base:total],
+        }
+        feeds = {name: make(array) for name, array in inputs.items() if name in self._graph.inputs}
+        for entry, array in zip(self._graph.cache, self._buffers(sequence), strict=True):
+            feeds[entry.past] = make(np.ascontiguousarray(array[:, :, :base]))
+        names = [LOGITS, *([HIDDEN] if self._has_hidden else []), *(entry.present for entry in self._graph.cache)]
+        with translated(self._options):
+            found, *present = self._bindings.session.run_with_ort_values(names, feeds, self._options)
+        if self._has_hidden:
+            self._hidden[: token_ids.size] = present.pop(0).numpy()[0]
+        self._caches[sequence] = [value.numpy() for value in present]
+        np.take(found.numpy()[0], outputs, axis=0, out=self._logits[: outputs.size])
+
+    def _buffers(self, sequence: int) -> list[Any]:
+        nothing = (np.zeros((1, each.heads, 0, self._settings.head_size), each.dtype) for each in self._graph.cache)
+        return self._caches.get(sequence) or list(nothing)
+
+    def _arrays(self, sequence: int) -> Iterator[NDArray[Any]]:
+        return (array[0] for array in self._buffers(sequence))
+
+    def _fill(self, sequence: int, arrays: Sequence[NDArray[Any]]) -> None:
+        self._caches[sequence] = [values[None].copy() for values in arrays]
+
+
+def _opened(
+    read: Callable[..., Graph], source: Source, exported: Graph, settings: OnnxSettings, config: ModelConfig
+) -> OnnxEngine:
+    """On the provider of `settings`, or on the best one that can run the whole graph, which `read` adapts to it.
+
+    Raises as `providers_for` and `read_graph`, ModelFileError and CapabilityError as `open_session`.
+    """
+    *others, last = providers_for(settings.provider)
+    for name in others:
+        if name in HALF_ONLY and exported.is_shared and not exported.is_half:
+            continue  # casting its attention was checked on processors only, so far: for those who ask for it
+        with suppress(CapabilityError):  # the next one may have what this one lacks
+            return _opened_on(name, read, source, exported, settings, config)
+    return _opened_on(last, read, source, exported, settings, config)
+
+
+def _opened_on(
+    provider: str,
+    read: Callable[..., Graph],
+    source: Source,
+    exported: Graph,
+    settings: OnnxSettings,
+    config: ModelConfig,
+) -> OnnxEngine:
+    settings = replace(settings, provider=provider)
+    graph = exported
+    if provider in HALF_ONLY and exported.is_shared:
+        if settings.head_size % HEAD_STEP or settings.head_size > LARGEST_HEAD:
+            raise CapabilityError(
+                f"attention on {provider} takes heads of at most {LARGEST_HEAD} values, in multiples of {HEAD_STEP}; "
+                f"this model's have {settings.head_size}. Use --provider cpu"
+            )
+        graph = read(half=True)
+    past = {entry.past for entry in graph.cache}
+    if not graph.is_shared and (unknown := graph.inputs - {"input_ids", MASK, POSITIONS} - past):
+        raise CapabilityError(f"this export has inputs that edgespec does not know: {', '.join(sorted(unknown))}")
+    session = open_session(graph.serialised, source.folder, threads=settings.threads, provider=provider)
+    kind = OnnxEngine if graph.is_shared else ConcatenatedEngine
+    return kind(session, source, graph, settings, config, CAST_NOTE if graph.is_half > exported.is_half else "")
 
 
 def _load_on_kernels(
@@ -223,5 +374,44 @@ def _load_on_kernels(
     kind = HybridEngine if graph.states else KernelEngine
     engine = kind(source, graph, replace(settings, provider="cpu"), config)
     engine.state_layers = use.state_layers
-    check_logits(engine, source.path)
+    _check_logits(engine, source.path)
     return engine
+
+
+def _widths_key(source: Source, settings: OnnxSettings, provider: str, widest: int, states: object) -> str:
+    """The cache key of measured width classes: files, machine, device, library and settings."""
+    kernels = settings.threads, provider, device_identity(provider), states
+    measured = widest, settings.context_length > PREFIX + widest
+    return key_of(METHOD, "onnx chains", *map(file_key, source.files), version(), processor(), kernels, measured)
+
+
+def _check_logits(engine: Engine, path: Path) -> None:
+    """Raises ModelFileError where the weights are damaged, and closes the engine; else leaves it empty."""
+    count = min(2, engine.facts.max_batch, engine.vocabulary.size)
+    try:
+        fault = fault_of(engine.forward(Batch.chain(list(range(count)))))
+    except EngineError as exc:
+        fault = str(exc)
+    if fault:
+        engine.close()
+        raise ModelFileError(f"{path} is not a usable model: {fault}. Download or export it again")
+    engine.rollback(0)
+
+
+def _check_device(engine: Engine) -> None:
+    """Raises CapabilityError where a wide pass of an empty `engine` has other logits than narrow ones; empties it.
+
+    Such a device reports no error. Seen with ONNX Runtime's WebGPU (plugin 0.4.0, on a software device): passes of 32
+    rows and more gave wrong logits.
+    """
+    facts, found = engine.facts, []
+    ids = np.random.default_rng(0).integers(0, engine.vocabulary.size, min(WIDE, facts.max_batch)).astype(np.int32)
+    for rows in (ids.size, NARROW):
+        for start in range(0, ids.size, rows):
+            logits = engine.forward(Batch.chain(ids[start : start + rows], last_only=True))
+        found.append(logits[-1].copy())
+        engine.rollback(0)
+    if not np.abs(found[0] - found[1]).max() <= TOLERANCE * found[1].std():
+        raise CapabilityError(
+            f"{facts.device} gives wrong results for this model: use --provider cpu, or another export"
+        )

@@ -32,7 +32,7 @@ from edgespec.formats.onnx.eagle import EagleConfig
 from edgespec.formats.onnx.graph import MemoryWriter, Nodes
 from edgespec.formats.onnx.llama import llama_graph
 from edgespec.formats.onnx.tiles import DOMAIN, NORM, Tiles, q8_0
-from edgespec.kernels import tiles
+from edgespec.kernels import interface
 from edgespec.kernels.library import library_path, why_missing
 from edgespec.types import Logits, TokenIds
 from edgespec.vocabulary import Vocabulary
@@ -227,10 +227,10 @@ class HeadTiles:
         return "F32" if self.shape(name)[1] % 32 else self._usual
 
     def type_number(self, name: str) -> int:
-        return tiles.TYPES[self._kind(name)]
+        return interface.TYPES[self._kind(name)]
 
     def num_bytes(self, name: str) -> int:
-        found = tiles.packed_bytes(self._kind(name), *self.shape(name))
+        found = interface.packed_bytes(self._kind(name), *self.shape(name))
         assert found is not None
         return found
 
@@ -241,7 +241,7 @@ class HeadTiles:
         def fill(start: int) -> None:
             rows = np.ascontiguousarray(whole[start : start + ROWS_AT_ONCE])
             place = out[start // TILE_ROWS * tile_bytes :][: -(-len(rows) // TILE_ROWS) * tile_bytes]
-            if not tiles.pack(kind, q8_0(rows) if kind == "Q8_0" else rows.view(np.uint8), rows.shape[1], place):
+            if not interface.pack(kind, q8_0(rows) if kind == "Q8_0" else rows.view(np.uint8), rows.shape[1], place):
                 raise ModelFileError(f"the heads hold weights in {name} that are too large: train them again")
 
         return [partial(fill, start) for start in range(0, len(whole), ROWS_AT_ONCE)]
@@ -260,23 +260,17 @@ class HeadLayer(Source):
 
     def forget(self) -> None:
         """Let go of the floats, which nobody needs once there is a session."""
-        del self._heads, self._weights
+        del self._heads, self._weights, self._data
 
     def config(self) -> ModelConfig:
         return ModelConfig("eagle", self.max_positions, self._heads.manifest.head_dim)
 
-    def tokenizer_bytes(self) -> int:
-        return 0
+    def arrays(self) -> Mapping[str, NDArray[Any]]:
+        later, self._data.later = self._data.later, {}  # what fills tiles refers to the floats, and they to it
+        return {**self._data.arrays, **packed_tiles(later)}
 
     def graph(self, cells: int = 0) -> Any:
-        return self._write(cells)[0]
-
-    def arrays(self, cells: int) -> Mapping[str, NDArray[Any]]:
-        data = self._write(cells)[1]
-        return {**data.arrays, **packed_tiles(data)}
-
-    def _write(self, cells: int) -> tuple[Any, MemoryWriter]:
-        sizes, data = self._heads.manifest, MemoryWriter()
+        sizes, self._data = self._heads.manifest, MemoryWriter()
         halves = np.arange(0, sizes.head_dim, 2, dtype=np.float32) / np.float32(sizes.head_dim)
         own = self._heads.arrays.get("frequencies")
         divisors = () if own is None else tuple((np.float32(sizes.rope_theta) ** -halves / own).tolist())
@@ -295,7 +289,7 @@ class HeadLayer(Source):
             is_fused=sizes.generation == 3,
             norms_residual=sizes.norms_residual,
         )
-        return llama_graph(config, data, lambda nodes: Tiles(self._weights, nodes)), data
+        return llama_graph(config, self._data, lambda nodes: Tiles(self._weights, nodes))
 
 
 class EagleHead(KernelHead):
@@ -401,7 +395,7 @@ class _Graph:
             [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, f"{name} rows", width]) for name, width in of]
             for of in (inputs.items(), outputs.items())
         )
-        arrays = {**data.arrays, **packed_tiles(data)}
+        arrays = {**data.arrays, **packed_tiles(data.later)}
         graph = nodes.model(given, made).SerializeToString()
         self._session = open_session(graph, Path(), threads=THREADS, provider="cpu", arrays=arrays)
         self._options, self.num_bytes = run_options(), sum(array.nbytes for array in arrays.values())

@@ -19,24 +19,30 @@ from typing import Any, NamedTuple
 from edgespec.engines.features import WINDOW
 from edgespec.engines.head import BYTES_PER_FEATURE
 from edgespec.engines.model_use import DEFAULT_CONTEXT, Footprint, ModelUse
-from edgespec.engines.onnx.devices import HALF_ONLY, adapted
-from edgespec.engines.onnx.graph import ATTENTION, FLOAT16, Graph, read_graph, tensor_bytes
-from edgespec.engines.onnx.head import attribute
+from edgespec.engines.onnx.graph import (
+    ATTENTION,
+    FLOAT16,
+    HALF_ONLY,
+    Graph,
+    attribute,
+    bytes_per_token,
+    read_graph,
+    tensor_bytes,
+)
 from edgespec.engines.onnx.hybrid_engine import running_bytes
 from edgespec.engines.onnx.kernel_engine import num_chunks
-from edgespec.engines.onnx.passes import bytes_per_token
 from edgespec.engines.onnx.settings import OnnxSettings
-from edgespec.engines.onnx.source import GgufFile, Source, open_source
+from edgespec.engines.onnx.source import CHUNK_BYTES, GgufFile, Source, open_source
 from edgespec.formats.gguf.header import once
 from edgespec.formats.onnx.tiles import EXPERTS, LOOKUP, PRODUCT
-from edgespec.kernels.memory import cache_bytes
+from edgespec.kernels.interface import cache_bytes
+from edgespec.platform.machine import usable_processors
 
 _NBITS, _PRODUCTS = "MatMulNBits", ("MatMul", "Gemm", "MatMulInteger", "MatMulIntegerToFloat")
 _SCALES_COPIES = 2
-# Measured for 16000 to 256000 tokens: kept of a token and its merge, and of our bytes of it.
-_TOKEN_BYTES, _PIECE_BYTES = 310, 50
+_READING_BYTES = 2 * CHUNK_BYTES  # of a file, by each thread that packs it
+_TOKEN_BYTES = 360  # kept of a token and its merge, and of our bytes of it: measured for 16000 to 256000 tokens
 _PARSED_BYTES = 560  # in addition while the file is read, with merges in lists
-_MOST_TIMES = 14  # most of either, as a multiple of the bytes of the file
 _ENCODED_BYTES = 400  # per token of a prompt while it is encoded
 SESSION_BYTES = 6 << 20
 _ARENA_FACTOR = 1.2
@@ -48,17 +54,16 @@ MOST_SCORED = 8  # rows of a draft head's pass that are scored, as many as a tre
 class Products(NamedTuple):
     """The products of a graph. Bytes: `packed` of all weights, `largest` of one product's, `scales` of quantised ones.
 
-    `inner`, `width`: hidden sizes; `heads`: of queries, the most of one layer; `beside`: of a second embedding, in all
-    layers. `routed`: bytes of a row among experts.
+    Floats of results: `row` of one row of a pass, `width` of a state; `heads`: of queries, the most of one layer;
+    `routed`: bytes of a row among experts.
     """
 
     packed: int
     largest: int
     scales: int
-    inner: int
+    row: int
     width: int
     heads: int
-    beside: int
     routed: int
 
 
@@ -84,20 +89,19 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
 
 
 def _of_source(source: Source, use: ModelUse) -> Footprint:
-    what = f"onnx products {source.is_drafter} {use.exit_layer} {use.is_draft}"
-    graph, products = once(what, source.path, lambda: _read(source))
+    key, half = f"onnx products {source.is_drafter} {use.exit_layer} {use.is_draft}", use.provider in HALF_ONLY
+    graph, products = once(f"{key} {half}", source.path, lambda: _read(source, half))
     settings = OnnxSettings.checked(graph, source.config(), use)
-    graph = adapted(graph, use.provider, settings.head_size)
-    cells, cache = settings.context_length, 0 if source.reads_cache else _cache_bytes(graph, settings)
+    cache = 0 if source.reads_cache else _cache_bytes(graph, settings)
     results = _results_bytes(graph, products, settings)
     most = settings.max_outputs(graph.vocabulary_size)
     outputs = min(use.rows, most)
     unused = (most - outputs) * graph.vocabulary_size
-    loading, files = source.reading_bytes(), sum(file.stat().st_size for file in source.mapped)
-    packed, mapped = products.packed, max(files - products.packed, 0)
-    if graph.has_tiles and not files:
-        packed = graph.weight_bytes - source.reused_bytes() + source.rotary_bytes(cells)
-    vocabulary, reading = (0, 0) if source.is_drafter else _tokenizer_bytes(source, graph.vocabulary_size)
+    files = sum(file.stat().st_size for file in source.mapped)
+    packed, mapped, loading = products.packed, max(files - products.packed, 0), 0
+    if isinstance(source, GgufFile):
+        packed, loading = source.packed_bytes(graph, settings.context_length), usable_processors() * _READING_BYTES
+    tokens = 0 if source.is_drafter else graph.vocabulary_size
     encoded = 0 if source.is_drafter else _ENCODED_BYTES * settings.context_length
     if source.is_drafter:  # its branches ask for a few rows, and the target keeps states for it
         outputs = min(outputs, MOST_SCORED)
@@ -108,10 +112,10 @@ def _of_source(source: Source, use: ModelUse) -> Footprint:
         cache=cache,
         compute=int(results),
         logits=4 * outputs * graph.vocabulary_size,
-        vocabulary=vocabulary + encoded,
+        vocabulary=_TOKEN_BYTES * tokens + encoded,
         loading=loading,
         loading_mapped=0 if loading else products.largest,
-        reading=reading,
+        reading=_PARSED_BYTES * tokens,
         # A limit of data counts files too, as ONNX Runtime maps them for writing.
         # Logits of the widest pass are there and hardly written.
         reserved=mapped + products.largest + int(_ARENA_RESERVED * results) + 4 * unused,
@@ -125,25 +129,15 @@ def _of_source(source: Source, use: ModelUse) -> Footprint:
 def cache_type(path: Path, use: ModelUse) -> str:
     """What its keys and values are stored as."""
     source = open_source(path)
-    graph, _ = once("onnx products False None False", path, lambda: _read(source))
+    graph, _ = once("onnx products False None False False", path, lambda: _read(source, False))
     return OnnxSettings.checked(graph, source.config(), use).cache_type_k
 
 
 def _results_bytes(graph: Graph, products: Products, settings: OnnxSettings) -> float:
     """Results of the widest pass."""
-    if graph.head_sizes:
-        row = 3 * products.inner + 6 * products.width + products.beside
-        return _ARENA_FACTOR * 4 * settings.max_rows * row + min(settings.max_rows, _ROUTED_ROWS) * products.routed
-    cells = settings.context_length
-    is_tiled = not graph.is_half or settings.provider in HALF_ONLY
-    scores = 0 if is_tiled else products.heads * cells
-    return _ARENA_FACTOR * 4 * settings.max_rows * (3 * products.inner + 4 * products.width + scores)
-
-
-def _tokenizer_bytes(source: Source, tokens: int) -> tuple[int, int]:
-    """(once it is read, only while it is read); `tokens` counts padding too, which the file does not name."""
-    most = _MOST_TIMES * source.tokenizer_bytes()
-    return min(_TOKEN_BYTES * tokens, most) + _PIECE_BYTES * tokens, min(_PARSED_BYTES * tokens, most)
+    writes_scores = graph.is_half and settings.provider not in HALF_ONLY
+    row = products.row + (products.heads * settings.context_length if writes_scores else 0)
+    return _ARENA_FACTOR * 4 * settings.max_rows * row + min(settings.max_rows, _ROUTED_ROWS) * products.routed
 
 
 def _on_device(found: Footprint, files: int) -> Footprint:
@@ -156,8 +150,8 @@ def _on_device(found: Footprint, files: int) -> Footprint:
     return replace(gone, device=device, loading_mapped=files)
 
 
-def _read(source: Source) -> tuple[Graph, Products]:
-    graph = read_graph(source)
+def _read(source: Source, half: bool) -> tuple[Graph, Products]:
+    graph = read_graph(source, half=half)
     return graph, _products(graph)
 
 
@@ -185,17 +179,11 @@ def _products(graph: Graph) -> Products:
             if node.op_type == _NBITS and node.input[2] in tensors:
                 scales[node.input[2]] = tensor_bytes(tensors[node.input[2]])
             sizes.append(_sizes(node, weights))
-    inner = [size for size in sizes if size[1] != graph.vocabulary_size]
-    return Products(
-        sum(packed.values()),
-        max(packed.values(), default=0),
-        sum(scales.values()),
-        max(max(size) for size in inner),
-        max(size[0] for size in sizes if size[1] == graph.vocabulary_size) if len(inner) < len(sizes) else 1,
-        heads,
-        sum(widths[1:]),
-        routed,
-    )
+    inner = max(max(size) for size in sizes if size[1] != graph.vocabulary_size)
+    width = max((size[0] for size in sizes if size[1] == graph.vocabulary_size), default=1)
+    row = 3 * inner + 6 * width + sum(widths[1:])  # beside the states a second embedding, in all layers
+    largest = max(packed.values(), default=0)
+    return Products(sum(packed.values()), largest, sum(scales.values()), row, width, heads, routed)
 
 
 def _routed_bytes(node: Any) -> int:

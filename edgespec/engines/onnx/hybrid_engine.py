@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 from edgespec.engines.model_use import MOST_CHECKPOINTS
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.kernel_engine import KernelEngine
-from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import Source
 from edgespec.engines.rows import Checkpoints, SequenceRows
 from edgespec.errors import BatchError, CapabilityError, StateError
 from edgespec.formats.onnx.tiles import STATES
-from edgespec.kernels.memory import NO_FLOOR, KernelStates, StateSizes, states_bytes
+from edgespec.kernels.interface import NO_FLOOR, KernelStates, StateSizes, states_bytes
 from edgespec.types import Batch, Logits
 from edgespec.vocabulary import Vocabulary
 
@@ -40,11 +39,7 @@ class HybridEngine(KernelEngine):
         vocabulary: Vocabulary | None = None,
     ) -> None:
         super().__init__(source, graph, settings, config, vocabulary)
-        slots = settings.max_sequences
-        size = states_bytes(graph.states, slots, LOG)
-        if size is None:
-            raise CapabilityError(f"the kernels have no running states such as {graph.states[0]}")
-        self._states = KernelStates(untouched_zeros(size, np.uint8, huge_pages=True), graph.states, slots, LOG)
+        self._states = KernelStates(graph.states, settings.max_sequences, LOG)
         self._named[STATES] = np.array([self._states.number])
         self._checkpoints = Checkpoints()
         self.facts = replace(self.facts, can_rollback=False, rollback_rows=LOG - 1, has_checkpoints=True)

@@ -17,20 +17,16 @@ from numpy.typing import NDArray
 from edgespec.engines.base import USUAL_SLOWDOWN, EngineFacts, check_threads
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import DEFAULT_CONTEXT
-from edgespec.engines.onnx.graph import Graph, read_graph
-from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
+from edgespec.engines.onnx.graph import HIDDEN, LOGITS, OUTPUT_ROWS, Graph, read_graph
 from edgespec.engines.onnx.library import run_options, version
-from edgespec.engines.onnx.pages import untouched_zeros
-from edgespec.engines.onnx.session_engine import SessionEngine
-from edgespec.engines.onnx.sessions import Bindings, open_session
+from edgespec.engines.onnx.sessions import Bindings, SessionEngine, open_session
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import GgufFile, Source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.errors import CapabilityError, EdgespecError, StateError
 from edgespec.formats.onnx.tiles import CACHE, FEATURES, ROWS
-from edgespec.kernels.memory import CHUNK, KernelCache, cache_bytes
-from edgespec.kernels.tiles import path
+from edgespec.kernels.interface import CHUNK, KernelCache, path
 from edgespec.types import Batch, Logits, TokenIds
 from edgespec.vocabulary import Vocabulary
 
@@ -56,20 +52,20 @@ class KernelEngine(SessionEngine):
         """
         self._options = run_options()
         place: dict[str, Any] = {"threads": settings.threads, "provider": settings.provider}
-        place["arrays"] = source.arrays(graph.cells)
+        place["arrays"] = source.arrays()
         self._open = partial(open_session, graph.serialised, source.folder, **place)
         self._sessions = {True: self._open(spins=True)}
         self.source, self.settings = source, settings
         self.vocabulary = vocabulary or TokenizerFile(source.folder, graph.vocabulary_size)
         kind, slots = settings.cache_type_k.upper(), settings.max_sequences
-        self._cache = make_cache(kind, graph.head_sizes, slots, settings.context_length)
+        self._cache = KernelCache(kind, graph.head_sizes, slots, num_chunks(settings.context_length))
         self._named = {CACHE: np.array([self._cache.number])}  # inputs that are the same in all passes
         widest = max(settings.max_rows, slots)
         self._max_outputs = max(settings.max_outputs(graph.vocabulary_size), slots)
         self._ids, self._rows = np.zeros(widest, np.int64), np.zeros((widest, 4), np.int32)
         self._outputs = np.zeros(self._max_outputs, np.int64)
         self._counting = np.arange(-1, settings.context_length + widest, dtype=np.int32)
-        self._logits = untouched_zeros((self._max_outputs, graph.vocabulary_size), np.float32)
+        self._logits = np.zeros((self._max_outputs, graph.vocabulary_size), np.float32)
         self._hidden_size, self._has_hidden = graph.hidden_size, bool(graph.hidden_size)
         self._hidden = np.zeros((widest, graph.hidden_size or 0), np.float32)
         # Of a draft head: the states that the rows of the next pass read.
@@ -254,12 +250,3 @@ class KernelEngine(SessionEngine):
 def num_chunks(context_length: int) -> int:
     """Chunks of cells for a text of so many tokens, and for the rows of a tree that are dropped again."""
     return -(-(context_length + CHUNK // 4) // CHUNK)
-
-
-def make_cache(kind: str, head_sizes: tuple[int, ...], slots: int, context_length: int) -> KernelCache:
-    """In memory that nothing has touched. Raises CapabilityError, MemoryError."""
-    chunks = num_chunks(context_length)
-    size = cache_bytes(kind, head_sizes, slots, chunks)
-    if size is None:
-        raise CapabilityError(f"the kernels have no {kind.lower()} cache for heads of {head_sizes[0]} values: use f16")
-    return KernelCache(untouched_zeros(size, np.uint8, huge_pages=True), kind, head_sizes, slots, chunks)

@@ -9,11 +9,10 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 from edgespec.errors import Cancelled, EngineError
-from edgespec.installation import IMPORT_FAILURES, NO_TELEMETRY, is_importable, not_importable
+from edgespec.installation import IMPORT_FAILURES, NO_TELEMETRY, not_importable
 
 # Best first. Ours are onnxruntime's names of the memory of the devices.
 PROVIDERS = {
@@ -26,8 +25,6 @@ ERRORS_ONLY = 3
 # A provider in a package of its own, which is added to the installed onnxruntime: Direct3D 12, Metal, Vulkan.
 # https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries/
 PLUGIN, PLUGIN_MODULE = "webgpu", "onnxruntime_ep_webgpu"
-# Our name of a provider -> its library in onnxruntime's own package, where that brings it.
-_BUILT_IN = {"cuda": "*onnxruntime_providers_cuda*", "dml": "DirectML*"}
 failures: dict[str, str] = {}  # by our name of a provider: why its plugin is of no use here
 
 
@@ -66,17 +63,6 @@ def installed_providers() -> tuple[str, ...]:
     return tuple(name for name, provider in PROVIDERS.items() if provider in available or name in devices)
 
 
-def possible_devices() -> tuple[str, ...]:
-    """Our names of the devices other than the CPU that the installed packages are for; nothing is imported.
-
-    The machine may lack them, or they may lack an operator of a model.
-    """
-    runtime = find_spec("onnxruntime")
-    folder = None if runtime is None or runtime.origin is None else Path(runtime.origin).parent / "capi"
-    built_in = [name for name, files in _BUILT_IN.items() if folder is not None and any(folder.glob(files))]
-    return (*built_in, *([PLUGIN] if is_importable(PLUGIN_MODULE) else []))
-
-
 @cache
 def plugin_devices(onnxruntime: Any) -> Mapping[str, Any]:
     """By our name of the plugin's provider: its first device on this machine; empty without one.
@@ -107,10 +93,8 @@ def device_identity(name: str) -> str:
     """
     if name not in PROVIDERS or name == "cpu":
         return ""
-    found = plugin_devices(library()).get(name)
-    if found is None:
-        built_in = (each for each in library().get_ep_devices() if each.ep_name == PROVIDERS[name])
-        found = next(built_in, None)
+    built_in = (each for each in library().get_ep_devices() if each.ep_name == PROVIDERS[name])
+    found = plugin_devices(library()).get(name) or next(built_in, None)
     if found is None:
         return name
     device = found.device
@@ -134,13 +118,6 @@ def load_cuda() -> str:
     with redirect_stdout(StringIO()) as said:
         library().preload_dlls()
     return " ".join(said.getvalue().split())
-
-
-def unusable_providers() -> dict[str, str]:
-    """By our names of providers that are installed: why they cannot be used on this machine, as far as can be said."""
-    found = installed_providers()
-    missing = load_cuda() if "cuda" in found else ""
-    return {**failures, **({"cuda": missing} if missing else {})}
 
 
 @cache

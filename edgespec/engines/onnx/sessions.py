@@ -13,6 +13,8 @@ from weakref import WeakSet
 
 from numpy.typing import NDArray
 
+from edgespec.engines.booked import BookedEngine
+from edgespec.engines.model_files import HeldFiles
 from edgespec.engines.onnx.library import (
     ERRORS_ONLY,
     PROVIDERS,
@@ -28,13 +30,12 @@ from edgespec.engines.onnx.library import (
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.formats.onnx.tiles import PRODUCT
 from edgespec.installation import install_command
+from edgespec.kernels.interface import held
 from edgespec.kernels.library import library_path
-from edgespec.kernels.tiles import held
 
 Arrays = Mapping[str, NDArray[Any]]
 NO_ARRAYS: Arrays = MappingProxyType({})
 _made: WeakSet[Any] = WeakSet()
-NO_FALLBACK = "assigned to the default CPU EP"  # in ONNX Runtime's words for a graph that a device runs in part only
 MAX_BINDINGS = 512
 
 
@@ -47,14 +48,10 @@ def providers_for(provider: str) -> tuple[str, ...]:
     if provider != "auto" and provider not in PROVIDERS:
         raise ConfigError(f"provider {provider!r} is not known; allowed: auto, {', '.join(PROVIDERS)}")
     if provider != "auto" and provider not in installed:
-        reason = (
-            f"{provider} cannot be used: {failures[provider]}"
-            if provider in failures
-            else (f"provider {provider!r} is not in this build of ONNX Runtime")
-        )
         raise CapabilityError(
-            f"{reason}. It has: {', '.join(installed)}. For an NVIDIA GPU: {install_command('gpu')}. "
-            f"For others: {install_command('webgpu')}"
+            f"{provider} cannot be used: {failures.get(provider, 'it is not in this build of ONNX Runtime')}. It has: "
+            f"{', '.join(installed)}. For an NVIDIA GPU: {install_command('gpu')}. For others: "
+            f"{install_command('webgpu')}"
         )
     return (provider,) if provider != "auto" else tuple(filter(is_hardware, installed))
 
@@ -67,37 +64,54 @@ def open_session(
     provider: str,
     spins: bool = True,
     arrays: Arrays = NO_ARRAYS,
+    is_trial: bool = False,
 ) -> Any:
     """A session of a serialised graph whose weights are in `folder` or `arrays`, on one of `providers_for`.
 
-    `spins`: whether threads that wait for one another between operators spin, or sleep. Raises CapabilityError for a
-    provider that lacks an operator of this model, ModelFileError for a bad model.
+    `spins`: whether threads that wait for one another between operators spin, or sleep. `is_trial`: the graph is not
+    optimised, nor are its weights packed. Raises CapabilityError for a provider that lacks an operator of this model,
+    ModelFileError for a bad model.
     """
-    ort, name = library(), provider
-    options, graph = _options(graph, folder, threads, name)
+    ort, options = library(), library().SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = ERRORS_ONLY + 1
+    graph, place = with_real_files(graph, folder)
+    entries = {"session.model_external_initializers_file_folder_path": str(place)}
+    # Threads that spin after a pass slow the other model of the pair down: a round took 57 ms instead of 8.
+    entries["session.force_spinning_stop"] = "1"
+    if is_trial:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        entries["session.disable_prepacking"] = "1"
+    if provider != "cpu":
+        # Otherwise operators that the device lacks would silently run on the CPU, with copies in between.
+        entries["session.disable_cpu_ep_fallback"] = "1"
+    if not spins:
+        entries["session.intra_op.allow_spinning"] = "0"
+    for name, value in entries.items():
+        options.add_session_config_entry(name, value)
+    if (kernels := library_path()) is not None:
+        options.register_custom_ops_library(str(kernels))
     if arrays:  # a GGUF. Else a second pass of one width gets a block for all results, beside those of the first.
         options.enable_mem_pattern = False
-    if not spins:
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     try:
-        if name == "cuda":
+        if provider == "cuda":
             load_cuda()
-        if device := plugin_devices(ort).get(name):
+        if device := plugin_devices(ort).get(provider):
             options.add_provider_for_devices([device], {})
-        providers = None if device else [PROVIDERS[name]]
+        providers = None if device else [PROVIDERS[provider]]
         with _given(graph, arrays, options) if arrays else nullcontext(graph) as made:
             session = ort.InferenceSession(made, options, providers=providers)
-        if arrays:  # it reads them as long as it lives, and holds no reference to them
-            session.edgespec_weights = arrays
-        _made.add(session)
-        return session
     except failures_of_library() as exc:
         said = " ".join(str(exc).split())
-        if name == "cpu":
+        if provider == "cpu":
             raise ModelFileError(f"ONNX Runtime refused the model in {folder}: {said}. Export it again") from exc
         raise CapabilityError(
-            f"this model cannot run on {name}: {reason(name, graph, said)}. Use --provider cpu"
+            f"this model cannot run on {provider}: {reason(provider, graph, said)}. Use --provider cpu"
         ) from exc
+    if arrays:  # it reads them as long as it lives, and holds no reference to them
+        session.edgespec_weights = arrays
+    _made.add(session)
+    return session
 
 
 @contextmanager
@@ -159,21 +173,35 @@ class Bindings:
         del self.session
 
 
+class SessionEngine(BookedEngine):
+    """One ONNX model. Logits stay valid until the next `forward`. `_options`: of all its passes."""
+
+    states_of = "all rows"  # they are taken before the head keeps those whose logits are wanted
+    _options: Any
+    _held: HeldFiles
+    _has_hidden: bool
+
+    def give_hidden_states(self, wanted: bool) -> None:
+        """As in the base class; a graph that has them as an output computes them in every pass, at no cost."""
+        self._require_open()
+        if wanted and not self._has_hidden:
+            raise CapabilityError("this model was loaded without hidden states: load it with hidden_states=True")
+
+    @property
+    def _is_cancelled(self) -> bool:
+        return bool(self._options.terminate)
+
+    @_is_cancelled.setter
+    def _is_cancelled(self, wanted: bool) -> None:
+        self._options.terminate = wanted
+
+
 def reason(name: str, graph: bytes, said: str) -> str:
     """Why `graph` cannot run on `name`, of which ONNX Runtime `said` something."""
     if PRODUCT.encode() in graph:
         return "edgespec's own kernels run on processors only; export it with --quant int4 or int8"
-    if name != "cuda":
-        return said
-    if missing := load_cuda():
-        return f"{missing} ({said})"
-    if NO_FALLBACK not in said:
-        return said
-    return (
-        f"not all of it has a kernel for CUDA ({said}). edgespec export writes graphs that have; GGUF files run on "
-        f"NVIDIA's GPUs through llama.cpp (run.py install llamacpp --backend cuda), ONNX models through WebGPU "
-        f"({install_command('webgpu')})"
-    )
+    missing = load_cuda() if name == "cuda" else ""
+    return f"{missing} ({said})" if missing else said
 
 
 def _keep_in_fork() -> None:
@@ -184,21 +212,6 @@ def _keep_in_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_keep_in_fork)
-
-
-def try_graph(graph: bytes, folder: Path) -> None:
-    """Open a session without optimising the graph or packing its weights. Raises ModelFileError for a bad model."""
-    ort = library()
-    options = _plain_options(1)
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.add_session_config_entry("session.disable_prepacking", "1")
-    graph, place = with_real_files(graph, folder)
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(place))
-    try:
-        ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
-    except failures_of_library() as exc:
-        reason = " ".join(str(exc).split())
-        raise ModelFileError(f"ONNX Runtime refused the model in {folder}: {reason}. Export it again") from exc
 
 
 def with_real_files(graph: bytes, folder: Path) -> tuple[bytes, Path]:
@@ -220,27 +233,3 @@ def with_real_files(graph: bytes, folder: Path) -> tuple[bytes, Path]:
     for item in entries:
         item.value = real[item.value].relative_to(place).as_posix()
     return model.SerializeToString(), place
-
-
-def _plain_options(threads: int) -> Any:
-    """Options of every session."""
-    options = library().SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = ERRORS_ONLY + 1
-    # Threads that spin after a pass slow the other model of the pair down: a round took 57 ms instead of 8.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    if (kernels := library_path()) is not None:
-        options.register_custom_ops_library(str(kernels))
-    return options
-
-
-def _options(graph: bytes, folder: Path, threads: int, name: str) -> tuple[Any, bytes]:
-    """Options of a session, and its graph."""
-    options = _plain_options(threads)
-    if name != "cpu":
-        # Otherwise operators that the device lacks would silently run on the CPU, with copies in between.
-        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    graph, place = with_real_files(graph, folder)
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(place))
-    return options, graph

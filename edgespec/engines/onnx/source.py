@@ -13,45 +13,46 @@ import shutil
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.onnx.graph import Graph, check_weight_files
-from edgespec.engines.onnx.pages import untouched_zeros
-from edgespec.engines.onnx.settings import ModelConfig
-from edgespec.engines.onnx.tokenizer import tokenizer_file
+from edgespec.engines.onnx.graph import Graph, check_weight_files, read_graph
+from edgespec.engines.onnx.sessions import open_session
+from edgespec.engines.onnx.settings import CONFIGS, ModelConfig
+from edgespec.engines.onnx.tokenizer import TokenizerFile, tokenizer_file
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelNotFound, StateError
 from edgespec.formats.gguf.check import check_gguf, head_kind, model_files
 from edgespec.formats.gguf.header import TensorInfo, once
 from edgespec.formats.gguf.model import GgufModel, GgufTensors, read_model
 from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.gguf.tokenizer import FILES, splitter_of, tokenizer_texts
-from edgespec.formats.onnx.forms import EMBEDDING, HEAD
+from edgespec.formats.onnx.forms import EMBEDDING
 from edgespec.formats.onnx.gemma4 import Gemma4Config
-from edgespec.formats.onnx.graph import MemoryWriter
+from edgespec.formats.onnx.graph import Fill, MemoryWriter
 from edgespec.formats.onnx.hybrid import HybridConfig
 from edgespec.formats.onnx.llama import llama_graph, rotary_bytes
 from edgespec.formats.onnx.tiles import Tiles, tiles_name
-from edgespec.installation import IMPORT_FAILURES, has_memory_limit, not_importable
-from edgespec.kernels import tiles
+from edgespec.installation import IMPORT_FAILURES, not_importable
+from edgespec.kernels import interface
 from edgespec.platform.disk_cache import cache_folder, file_key, key_of
 from edgespec.platform.files import write_atomically
 from edgespec.platform.machine import usable_processors
 
-ALIGNMENT, TILE_ROWS = 64, 16  # bytes at which tiles begin, outputs of one
+TILE_ROWS = 16  # outputs of a tile
 _WIDE_BITS, _NARROW_BITS, _NARROW_BLOCK = 5, 4.5, 32  # a weight: from which on matrices of drafts are narrowed; of Q4_0
 CHUNK_BYTES = 4 << 20  # of a file that a thread packs at once
 KEPT, MOST_KEPT = "vocabularies", 16  # tokenizers in the cache folder, up to 20 MB each
-JSON_BYTES = 2  # of tokenizer.json, at most, for one of a GGUF's header
+Place = tuple[Path, int, int]  # the file of a matrix, its part, the byte at which it begins
+Key = TypeVar("Key")
 TOKENIZER_FORMAT = 1  # increase it when the conversion changes
 
 
@@ -79,29 +80,13 @@ class Source(ABC):
     def config(self) -> ModelConfig:
         """What is said of the model beside its graph."""
 
-    @abstractmethod
-    def tokenizer_bytes(self) -> int:
-        """Size of its tokenizer.json, or what it is at most."""
-
     def weight_bytes(self, graph: Graph) -> int:
         """Bytes of all weights, as they are in the files."""
         return graph.weight_bytes
 
-    def arrays(self, cells: int) -> Mapping[str, NDArray[Any]]:
-        """The weights that a session of `graph(cells)` has to be given, by name."""
+    def arrays(self) -> Mapping[str, NDArray[Any]]:
+        """The weights that a session of the latest `graph` has to be given, by name."""
         return {}
-
-    def reading_bytes(self) -> int:
-        """What is in memory only while `arrays` are made."""
-        return 0
-
-    def rotary_bytes(self, cells: int) -> int:
-        """Size of rotary tables that are made for so many `cells`."""
-        return 0
-
-    def reused_bytes(self) -> int:
-        """Of the weights of its graph, what is in memory anyway."""
-        return 0
 
 
 def open_source(path: Path, *, is_draft: bool = False) -> Source:
@@ -125,10 +110,8 @@ class ExportFolder(Source):
         self.files = self.mapped = (path, *sorted(beside))
 
     def config(self) -> ModelConfig:
+        tokenizer_file(self.folder)  # so that a missing one is noticed before anything is loaded
         return ModelConfig.read(self.folder)
-
-    def tokenizer_bytes(self) -> int:
-        return tokenizer_file(self.folder).stat().st_size
 
     def graph(self, cells: int = 0) -> Any:
         try:
@@ -142,11 +125,6 @@ class ExportFolder(Source):
         try:
             model = onnx.load(str(path), load_external_data=False)
         except (DecodeError, OSError, ValueError) as exc:
-            if has_memory_limit() and "alloc" in str(exc):  # protobuf tells it in words only
-                raise CapabilityError(
-                    f"{path} needs more memory than this process may have ({exc}). Raise its limits (ulimit -v, "
-                    "ulimit -d)"
-                ) from exc
             raise ModelFileError(f"{path} is not an ONNX file that can be read: {exc}. Export it again") from exc
         if not model.graph.node:
             raise ModelFileError(f"{path} is not an ONNX model: it holds no operators. Export it again")
@@ -165,10 +143,11 @@ class GgufFile(Source):
         self.reads_cache = isinstance(config, Gemma4Config) and bool(config.target_width)
         self.is_drafter = self.reads_cache or (isinstance(config, HybridConfig) and config.is_nextn)
         self._version = tuple(map(file_key, self.files))
-        self._packed: dict[str, NDArray[np.uint8]] = {}
-        self._given: dict[str, NDArray[np.uint8]] = {}  # tiles of the model that it drafts for
+        self._tiles: dict[Place, NDArray[np.uint8]] = {}  # shared with what drafts for this model
+        self._lent: frozenset[Place] = frozenset()  # tiles that are in memory for another model
+        self._files: dict[str, Path] = {}  # of matrices that are another model's
+        self._data = MemoryWriter()  # of the latest graph
         self._folder: Path | None = None
-        self._is_part = False  # of a model that is in memory
         self.is_narrow = is_narrow
 
     @property
@@ -183,11 +162,9 @@ class GgufFile(Source):
 
         Embeddings and head that both have are this model's own arrays. Raises as `open_source`.
         """
-        found = GgufFile(path or self.path, nextn=path is None)
-        found._folder = self._folder
-        if path is None:
-            found._lend(self, {info.place: name for name, info in self._ends()})
-        elif isinstance(found.model.config, Gemma4Config):
+        found = GgufFile(path or self.path, nextn=path is None, is_narrow=self.is_narrow)
+        found._folder, found._tiles, found._lent = self._folder, self._tiles, frozenset(self._places().values())
+        if isinstance(found.model.config, Gemma4Config):
             found._read_cache_of(self)
         return found
 
@@ -206,17 +183,11 @@ class GgufFile(Source):
         if isinstance(config, HybridConfig):
             config = replace(config, recurrent_layers=config.recurrent_layers & set(range(count)))
         tensors = {name: each for name, each in self.model.tensors.items() if _layer_of(name) < count}
-        found, found._is_part = copy(self), True
+        found = copy(self)
         found.model = replace(self.model, config=replace(config, num_layers=count), tensors=tensors)
         found.is_drafter = True
+        found._lent = frozenset(found._places().values())
         return found
-
-    def _lend(self, model: GgufFile, names: Mapping[tuple[int, int], str]) -> None:
-        """Use tiles of `model`, whose tensors have these `names` by their place."""
-        nothing = np.empty(0, np.uint8)  # before anything is packed, as in a plan
-        for name, info in self._ends():
-            if lent := names.get(info.place):
-                self._given[name] = model._packed.get(tiles_name(lent), nothing)
 
     def _read_cache_of(self, model: GgufFile) -> None:
         """Let the layers of Gemma 4's drafter read the keys and values of the last two layers, and its embeddings."""
@@ -228,72 +199,77 @@ class GgufFile(Source):
             replace(layer, first_head=heads[number not in config.windowed_layers])
             for number, layer in enumerate(config.layers)
         )
-        self._given[EMBEDDING] = model._packed[tiles_name(EMBEDDING)]
+        self._files = {EMBEDDING: model.path}
         tensors = {**self.model.tensors, EMBEDDING: model.model.tensors[EMBEDDING]}
         self.model = replace(self.model, config=replace(config, layers=tuple(layers)), tensors=tensors)
 
-    def _ends(self) -> Iterator[tuple[str, TensorInfo]]:
-        tensors = self.model.tensors
-        return ((name, tensors[name][0]) for name in (EMBEDDING, HEAD) if name in tensors)
+    def _places(self) -> dict[str, Place]:
+        """Of all tensors, by name: two can be one."""
+        tensors = self.model.tensors.items()
+        return {name: (self._files.get(name, self.path), *info.place) for name, (info, _) in tensors}
 
-    def _reused(self) -> set[str]:
-        """The embeddings or the head, where these are tiles of the model's, or the first ones of the embeddings."""
-        infos = dict(self._ends())
-        is_tied = not self._given and HEAD in infos and infos[HEAD].place == infos[EMBEDDING].place
-        return {*self._given, *([HEAD] if is_tied else [])}
+    def _own(self, lent: frozenset[Place]) -> set[str]:
+        """The tensors that are not `lent`, each once."""
+        places = reversed(self._places().items())
+        return set({place: name for name, place in places if place not in lent}.values())
 
-    def reused_bytes(self) -> int:
-        weights, matrices = (
-            self._weights(),
-            (name for name, (info, _) in self.model.tensors.items() if len(info.shape) > 1),
-        )
-        return sum(map(weights.num_bytes, matrices if self._is_part else self._reused()))
+    def packed_bytes(self, graph: Graph, cells: int) -> int:
+        """What it adds to memory, with rotary tables for so many `cells`."""
+        weights, tensors = self._weights(), self.model.tensors
+        reused = (name for name in tensors.keys() - self._own(self._lent) if len(tensors[name][0].shape) > 1)
+        tables = rotary_bytes(replace(self.model.config, max_positions=cells))
+        return graph.weight_bytes - sum(map(weights.num_bytes, reused)) + tables
 
     def config(self) -> ModelConfig:
         found = self.model
         return ModelConfig(found.header.architecture, found.config.max_positions, found.config.head_dim)
 
     def graph(self, cells: int = 0) -> Any:
-        return self._write(cells)[0]
-
-    def _write(self, cells: int) -> tuple[Any, MemoryWriter]:
         config = replace(self.model.config, max_positions=max(cells, 1))
-        data, weights = MemoryWriter(), self._weights()
-        return llama_graph(config, data, lambda nodes: Tiles(weights, nodes)), data
+        self._data, weights = MemoryWriter(), self._weights()
+        return llama_graph(config, self._data, lambda nodes: Tiles(weights, nodes))
 
     def weight_bytes(self, graph: Graph) -> int:
-        reused = self._reused()
-        weights, tensors = self._weights(), self.model.tensors
-        return sum(weights.file_bytes(tensor) for name, (tensor, _) in tensors.items() if name not in reused)
+        own = self._own(self._lent) or self._own(frozenset())  # of a part of a model all
+        return sum(self._weights().file_bytes(self.model.tensors[name][0]) for name in own)
 
     def _weights(self) -> GgufTiles:
         return GgufTiles(self.model, is_narrow=self.is_narrow)
 
-    def arrays(self, cells: int) -> Mapping[str, NDArray[Any]]:
-        _, data = self._write(cells)
-        if not self._packed:
-            self._packed = self._pack(data)
-            if tuple(map(file_key, self.files)) != self._version:
-                raise ModelFileError(f"{self.path} was changed while it was read: load it again")
-        return {**data.arrays, **self._packed}
+    def arrays(self) -> Mapping[str, NDArray[Any]]:
+        later, self._data.later = self._data.later, {}  # what fills tiles refers to the graph, and that to it
+        places = {tiles_name(name): place for name, place in self._places().items()}
+        missing: dict[Place, tuple[int, Fill]] = {}
+        for name, wanted in later.items():  # in the order in which they are read
+            if places[name] not in self._tiles:
+                missing.setdefault(places[name], wanted)
+        self._tiles.update(packed_tiles(missing))
+        if missing and tuple(map(file_key, self.files)) != self._version:
+            raise ModelFileError(f"{self.path} was changed while it was read: load it again")
+        for name, (size, _) in later.items():
+            self._data.arrays[name] = self._tiles[places[name]][:size]
+        return self._data.arrays
 
-    def _pack(self, data: MemoryWriter) -> dict[str, NDArray[np.uint8]]:
-        sizes = {name: data.later.pop(tiles_name(name))[0] for name in self._reused()}
-        made = packed_tiles(data)
-        for name, size in sizes.items():
-            whole = self._given[name] if name in self._given else made[tiles_name(EMBEDDING)]
-            made[tiles_name(name)] = whole[:size]
-        return made
 
-    def rotary_bytes(self, cells: int) -> int:
-        return rotary_bytes(replace(self.model.config, max_positions=cells))
+def all_files(path: Path) -> list[Path]:
+    """All files that a model is opened from."""
+    named = (path.parent / name for name in (*CONFIGS, "tokenizer.json", "tokenizer_config.json"))
+    return [*ExportFolder(path).files, *(file for file in named if file.is_file())]
 
-    def reading_bytes(self) -> int:
-        largest = max(tensor.num_bytes for tensor in self.model.header.tensors)
-        return usable_processors() * 2 * min(CHUNK_BYTES, largest)
 
-    def tokenizer_bytes(self) -> int:
-        return self.model.header.data_start * JSON_BYTES
+def try_folder(path: Path) -> None:
+    """In a trial process: read everything that may end one. Raises EdgespecError for a model that cannot be used.
+
+    It runs no pass: without packed weights one takes 17 s on a model of 1.2 billion weights, and packing them takes as
+    long as the load itself. `OnnxEngine.load` checks the logits of its first pass instead.
+    """
+    source = open_source(path)
+    graph = read_graph(source)
+    source.config()
+    open_session(graph.serialised, path.parent, threads=1, provider="cpu", is_trial=True)
+    vocabulary = TokenizerFile(path.parent, graph.vocabulary_size)
+    vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
+    _ = vocabulary.pieces
 
 
 def _layer_of(tensor: str) -> int:
@@ -327,10 +303,10 @@ class GgufTiles(GgufTensors):
         return int(math.prod(tensor.shape) * _NARROW_BITS / 8) if self._is_made_narrow(tensor) else tensor.num_bytes
 
     def type_number(self, name: str) -> int:
-        return tiles.TYPES[self.stored_kind(name)]
+        return interface.TYPES[self.stored_kind(name)]
 
     def num_bytes(self, name: str) -> int:
-        found = tiles.packed_bytes(self.stored_kind(name), *self.shape(name))
+        found = interface.packed_bytes(self.stored_kind(name), *self.shape(name))
         assert found is not None, f"{name} was checked by readable_model"
         return found
 
@@ -340,9 +316,9 @@ class GgufTiles(GgufTensors):
 
         def fill(start: int, stop: int) -> None:
             kind, stored, rows = self.kind(name), self.stored_kind(name), self.some_rows(name, start, stop)
-            made = rows if stored == kind else tiles.narrow(kind, rows, inputs)
+            made = rows if stored == kind else interface.narrow(kind, rows, inputs)
             place = slice(start // TILE_ROWS * tile_bytes, -(-stop // TILE_ROWS) * tile_bytes)
-            if made is None or not tiles.pack(stored, made, inputs, out[place]):
+            if made is None or not interface.pack(stored, made, inputs, out[place]):
                 raise self.wrong_numbers(name)
 
         return [partial(fill, start, stop) for start, stop in self.spans(name, CHUNK_BYTES, TILE_ROWS)]
@@ -368,20 +344,20 @@ def _readable_model(path: Path, nextn: bool) -> GgufModel:
         raise CapabilityError(str(exc).removeprefix(f"{path} cannot be converted to ONNX: ")) from exc
     weights = GgufTensors(model)
     for name, (tensor, _) in model.tensors.items():
-        if len(tensor.shape) > 1 and tiles.packed_bytes(tensor.kind, *weights.shape(name)) is None:
+        if len(tensor.shape) > 1 and interface.packed_bytes(tensor.kind, *weights.shape(name)) is None:
             raise CapabilityError(f"it holds {tensor.name} as {tensor.kind} {tensor.shape}, which the kernels lack")
     return model
 
 
-def packed_tiles(data: MemoryWriter) -> dict[str, NDArray[np.uint8]]:
-    """All tiles, in one block of memory, which is asked for in huge pages."""
+def packed_tiles(wanted: Mapping[Key, tuple[int, Fill]]) -> dict[Key, NDArray[np.uint8]]:
+    """Tiles of which bytes and filling are given, in one block of memory: numpy asks for huge pages."""
     places, size = {}, 0
-    for name, (num_bytes, _) in data.later.items():
-        places[name] = size, num_bytes
-        size += -(-num_bytes // ALIGNMENT) * ALIGNMENT
-    whole = untouched_zeros(size, np.uint8, huge_pages=True)
-    found = {name: whole[start : start + num_bytes] for name, (start, num_bytes) in places.items()}
-    calls = [call for name, (_, fill) in data.later.items() for call in fill(found[name])]
+    for key, (num_bytes, _) in wanted.items():
+        places[key] = size, num_bytes
+        size += -(-num_bytes // interface.LINE) * interface.LINE
+    whole = interface.zeros(size)
+    found = {key: whole[start : start + num_bytes] for key, (start, num_bytes) in places.items()}
+    calls = [call for key, (_, fill) in wanted.items() for call in fill(found[key])]
     with ThreadPoolExecutor(usable_processors(), "edgespec-packing") as pool:
         for each in [pool.submit(call) for call in calls]:
             each.result()

@@ -12,14 +12,7 @@
 
 namespace edgespec {
 namespace {
-Cache* caches = nullptr;
-int64_t last_cache = 0;
-std::atomic_flag caches_in_use = ATOMIC_FLAG_INIT;
-const Cache* find_cache(int64_t number) {
-  Lock lock(caches_in_use);
-  for (const Cache* each = caches; each; each = each->next) if (each->number == number) return each;
-  return nullptr;
-}
+Registry<Cache> caches;
 
 // Keys and values of one head and of `cells` cells, as a chunk has them.
 struct Cells { uint8_t *keys, *values; int64_t cells; };
@@ -57,7 +50,7 @@ OrtStatus* create_attention(const OrtCustomOp*, const OrtApi*, const OrtKernelIn
   TRY(attribute(info, "scale", &l.scale));
   TRY(attribute(info, "cap", &l.cap));
   TRY(attribute(info, "epsilon", &l.epsilon));
-  if (OrtStatus* missing = attribute(info, "gated", &l.gated)) { release(missing); l.gated = 0; }
+  optional(attribute(info, "gated", &l.gated));
   if (l.kv_heads < 1 || l.heads < l.kv_heads || l.heads > 1024 || l.heads % l.kv_heads || !holds(F16, l.size) || l.first_head < 0 || l.first_head > 1 << 20 || l.window < 0 || l.gated < 0 || l.gated > 1)
     return invalid("edgespec: Attention cannot have %lld heads of size %lld for %lld heads of keys, the first of them number %lld, window %lld", (long long)l.heads, (long long)l.size, (long long)l.kv_heads, (long long)l.first_head, (long long)l.window);
   return keep(l, out);
@@ -245,7 +238,7 @@ OrtStatus* ORT_CALL compute_attention(void* self, OrtKernelContext* context) {
   s.rows = static_cast<const Row*>(rows.data);
   TRY(input(context, 4, &value));
   TRY(read(value, "cache", kTypeInt64, &number));
-  if (elements(number, number.rank) != 1 || !(s.cache = find_cache(*static_cast<const int64_t*>(number.data)))) return invalid("edgespec: Attention names a cache that nobody holds");
+  if (elements(number, number.rank) != 1 || !(s.cache = caches.find(*static_cast<const int64_t*>(number.data)))) return invalid("edgespec: Attention names a cache that nobody holds");
   if (l.first_head + l.kv_heads > s.cache->heads) return invalid("edgespec: Attention's heads %lld to %lld are outside a cache of %lld", (long long)l.first_head, (long long)(l.first_head + l.kv_heads - 1), (long long)s.cache->heads);
   for (int64_t h = 0; h < l.kv_heads; h++) if (s.cache->sizes[l.first_head + h] != l.size) return invalid("edgespec: Attention's heads have size %lld, those of its cache %d", (long long)l.size, s.cache->sizes[l.first_head + h]);
   TRY(read_floats(context, 5, "cosines", &cosines));
@@ -339,33 +332,11 @@ OrtStatus* ORT_CALL compute_norm(void* self, OrtKernelContext* context) {
   return run_all(context, rows * n.width < 65536, norm_row, rows, &n);
 }
 
-OrtCustomOp attention_operator, norm_operator;
 }  // namespace
-
-OrtStatus* add_attention(OrtDomain* domain) {
-  OrtCustomOp* op = &attention_operator;
-  describe(op);
-  op->name = [](const OrtCustomOp*) -> const char* { return "Attention"; };
-  op->num_inputs = [](const OrtCustomOp*) -> size_t { return 11; };
-  op->num_outputs = [](const OrtCustomOp*) -> size_t { return 1; };
-  op->input_type = [](const OrtCustomOp*, size_t i) -> int { return i == 3 ? kTypeInt32 : i == 4 ? kTypeInt64 : kTypeFloat; };
-  op->input_kind = [](const OrtCustomOp*, size_t i) -> int { return i == 0 || i == 3 || i == 4 ? kRequired : kOptional; };
-  op->output_kind = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
-  op->create = create_attention;
-  op->compute = compute_attention;
-  TRY(add_operator(domain, op));
-  op = &norm_operator;
-  describe(op);
-  op->name = [](const OrtCustomOp*) -> const char* { return "Norm"; };
-  op->num_inputs = [](const OrtCustomOp*) -> size_t { return 3; };
-  op->num_outputs = [](const OrtCustomOp*) -> size_t { return 2; };
-  op->input_type = [](const OrtCustomOp*, size_t) -> int { return kTypeFloat; };
-  op->input_kind = [](const OrtCustomOp*, size_t i) -> int { return i == 2 ? kOptional : kRequired; };
-  op->output_kind = [](const OrtCustomOp*, size_t i) -> int { return i ? kOptional : kRequired; };
-  op->create = create_norm;
-  op->compute = compute_norm;
-  return add_operator(domain, op);
-}
+const Operator kAttentionOperators[] = {
+    {"Attention", "fFFinFFFFFF", 1, create_attention, compute_attention},
+    {"Norm", "ffF", 2, create_norm, compute_norm},
+};
 }  // namespace edgespec
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -394,19 +365,14 @@ EXPORT int64_t edgespec_hold_cache(uint8_t* memory, int32_t type, const int32_t*
     kept[i] = sizes[i];
     bytes += 2 * kChunk * vector_bytes(type, sizes[i]);
   }
-  Lock lock(caches_in_use);
-  *c = {++last_cache, memory, type, slots, chunks, count, bytes, kept, starts, caches};
-  caches = c;
-  return c->number;
+  *c = {0, memory, type, slots, chunks, count, bytes, kept, starts, nullptr};
+  return caches.add(c);
 }
-EXPORT void edgespec_drop_cache(int64_t number) {
-  Lock lock(caches_in_use);
-  for (Cache** each = &caches; *each; each = &(*each)->next) if ((*each)->number == number) { Cache* gone = *each; *each = gone->next; free(gone); return; }
-}
+EXPORT void edgespec_drop_cache(int64_t number) { caches.drop(number); }
 // Copies `count` cells of a slot to (or from) `flat`, which is, for each head, its keys and its values as a chunk of `room`
 // (a multiple of 16, at most a slot's) cells has them. -1: nobody holds the cache, or something is outside it.
 EXPORT int32_t edgespec_copy_cells(int64_t number, int32_t into_cache, int64_t slot, const int32_t* cells, int64_t count, uint8_t* flat, int64_t room) {
-  const Cache* c = find_cache(number);
+  const Cache* c = caches.find(number);
   if (!c || slot < 0 || slot >= c->slots || count < 0 || room % kLanes || count > room || room > c->chunks * kChunk) return -1;
   for (int64_t i = 0; i < count; i++) if (cells[i] < 0 || cells[i] >= c->chunks * kChunk) return -1;
   for (int64_t h = 0; h < c->heads; h++) {

@@ -9,7 +9,6 @@
 #include "cache.h"
 #include "floats.h"
 #include "formats.h"
-#include "halves.h"
 
 namespace edgespec {
 namespace {
@@ -32,8 +31,8 @@ void prepare(const float* x, const Head& h, const float* weight, const float* co
 void codes_of(const float* x, int8_t* codes, uint8_t* scale) {
   int sums[2];
   const uint32_t top = largest_bits(x, 32);
-  const float largest = from_bits(top);
-  const uint16_t half = half_of(top >= 0x7f800000 ? from_bits(0x7fc00000) : largest / 127.f);
+  const float largest = float_of_bits(top);
+  const uint16_t half = half_of(top >= 0x7f800000 ? float_of_bits(0x7fc00000) : largest / 127.f);
   memcpy(scale, &half, 2);
   if (top < 0x0d800000 || top >= 0x7f800000) memset(codes, 0, 32);  // below 2^-100, as `scale_of`
   else codes32(x, 127.f / largest, codes, sums);

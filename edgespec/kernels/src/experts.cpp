@@ -59,10 +59,7 @@ OrtStatus* create_experts(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo
     Matrix& m = e.matrices[i];
     const int64_t bytes = m.type == int32_t(m.type) ? packed_bytes(int32_t(m.type), e.experts * m.outputs, m.inputs) : -1;
     if (bytes < 0) return invalid("edgespec: Experts cannot hold %lld outputs x %lld inputs of type %lld", (long long)m.outputs, (long long)m.inputs, (long long)m.type);
-    int constant;
-    const OrtValue* value;
-    TRY(constant_input(info, kFirstMatrix + i, &constant, &value));
-    if (constant) TRY(read_tiles(value, kNames[i], bytes, &m.tiles));
+    TRY(constant_tiles(info, kFirstMatrix + i, kNames[i], bytes, &m.tiles));
   }
   return keep(e, out);
 }
@@ -241,7 +238,6 @@ OrtStatus* ORT_CALL compute_experts(void* self, OrtKernelContext* context) {
   s.path = &path_in_use();
   const Experts& e = s.e;
   Tensor x, logits, shared = {};
-  const OrtValue* value;
   TRY(read_floats(context, 0, "x", &x));
   TRY(read_floats(context, 1, "logits", &logits));
   if (!x.rank || x.dims[x.rank - 1] != e.size) return invalid("edgespec: Experts' x is %lld wide, expected %lld", (long long)(x.rank ? x.dims[x.rank - 1] : 0), (long long)e.size);
@@ -256,7 +252,7 @@ OrtStatus* ORT_CALL compute_experts(void* self, OrtKernelContext* context) {
     Matrix& m = s.e.matrices[i];
     if (i == kUp && !e.has_up) continue;
     TRY(read_vector(context, 2 + i, kNames[i], e.experts * m.outputs, &m.bias));
-    if (!m.tiles) { TRY(input(context, kFirstMatrix + i, &value)); TRY(read_tiles(value, kNames[i], e.experts * m.expert_bytes(), &m.tiles)); }
+    TRY(input_tiles(context, kFirstMatrix + i, kNames[i], e.experts * m.expert_bytes(), &m.tiles));
   }
   TRY(read_vector(context, 5, "scales", e.experts, &s.scales));
   if (e.has_preference) TRY(read_vector(context, kPreference, "preference", e.experts, &s.preference));
@@ -294,20 +290,6 @@ OrtStatus* ORT_CALL compute_experts(void* self, OrtKernelContext* context) {
   return nullptr;
 }
 
-OrtCustomOp experts_operator;
 }  // namespace
-
-OrtStatus* add_experts(OrtDomain* domain) {
-  OrtCustomOp* op = &experts_operator;
-  describe(op);
-  op->name = [](const OrtCustomOp*) -> const char* { return "Experts"; };
-  op->num_inputs = [](const OrtCustomOp*) -> size_t { return kPreference + 1; };
-  op->num_outputs = [](const OrtCustomOp*) -> size_t { return 1; };
-  op->input_type = [](const OrtCustomOp*, size_t i) -> int { return i < kFirstMatrix || i >= kShared ? kTypeFloat : kTypeUint8; };
-  op->input_kind = [](const OrtCustomOp*, size_t i) -> int { return i < 2 || i == kFirstMatrix || i == kFirstMatrix + 1 ? kRequired : kOptional; };
-  op->output_kind = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
-  op->create = create_experts;
-  op->compute = compute_experts;
-  return add_operator(domain, op);
-}
+const Operator kExpertsOperator = {"Experts", "ffFFFFttTFF", 1, create_experts, compute_experts};
 }  // namespace edgespec

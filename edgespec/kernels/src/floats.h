@@ -7,7 +7,6 @@
 namespace edgespec {
 namespace {
 
-inline float from_bits(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
 // exp(x): Cephes' polynomial (S. L. Moshier), 1.5 units in the last place; 0 below -87.
 INLINE float exponential(float x) {
   const float at = x > 88.f ? 88.f : x, whole = (at * 1.44269504f + 12582912.f) - 12582912.f;

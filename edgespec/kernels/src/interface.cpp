@@ -10,8 +10,6 @@ EXPORT const char* edgespec_path() { return path_in_use().name; }
 // 0 if this processor has that path.
 EXPORT int32_t edgespec_choose_path(const char* name) { return choose_path(name) ? 0 : -1; }
 EXPORT int64_t edgespec_packed_bytes(int32_t type, int64_t n, int64_t k) { return packed_bytes(type, n, k); }
-// Bytes of a row of k inputs in a GGUF.
-EXPORT int64_t edgespec_row_bytes(int32_t type, int64_t k) { return packed_bytes(type, 1, k) < 0 ? -1 : k / format(type).inputs * format(type).row_bytes; }
 // Consecutive rows -> consecutive tiles; a multiple of 16 rows unless they are the matrix's last ones. 1: a scale is not finite.
 EXPORT int32_t edgespec_pack(int32_t type, const uint8_t* rows, int64_t num_rows, int64_t k, uint8_t* tiles) {
   if (packed_bytes(type, num_rows, k) < 0) return -1;

@@ -3,7 +3,6 @@
 #include <immintrin.h>
 #include <cstring>
 #include "formats.h"
-#include "halves.h"
 #include "quantise_x86.h"
 
 namespace edgespec {

@@ -3,7 +3,6 @@
 #include <arm_neon.h>
 #include <cstring>
 #include "formats.h"
-#include "halves.h"
 
 namespace edgespec {
 namespace {

@@ -97,13 +97,38 @@ inline OrtStatus* read_vector(const OrtKernelContext* context, size_t at, const 
   *out = static_cast<const float*>(t.data);
   return nullptr;
 }
-OrtStatus* read_tiles(const OrtValue* value, const char* name, int64_t bytes, const uint8_t** out);
-struct Lock {
-  using Flag = std::atomic_flag;
-  explicit Lock(Flag& flag) : flag(flag) { while (flag.test_and_set(std::memory_order_acquire)) {} }
-  ~Lock() { flag.clear(std::memory_order_release); }
-  Flag& flag;
+// What a program holds in its memory, which graphs name by a number. `T` has `number` and `next`, and comes from malloc.
+template <class T> class Registry {
+  T* first = nullptr;
+  int64_t last = 0;
+  std::atomic_flag in_use = ATOMIC_FLAG_INIT;
+  struct Lock {
+    std::atomic_flag& flag;
+    explicit Lock(std::atomic_flag& flag) : flag(flag) { while (flag.test_and_set(std::memory_order_acquire)) {} }
+    ~Lock() { flag.clear(std::memory_order_release); }
+  };
+
+ public:
+  const T* find(int64_t number) {
+    Lock lock(in_use);
+    for (const T* each = first; each; each = each->next) if (each->number == number) return each;
+    return nullptr;
+  }
+  int64_t add(T* made) {
+    Lock lock(in_use);
+    made->number = ++last; made->next = first;
+    first = made;
+    return last;
+  }
+  void drop(int64_t number) {
+    Lock lock(in_use);
+    for (T** each = &first; *each; each = &(*each)->next) if ((*each)->number == number) { T* gone = *each; *each = gone->next; free(gone); return; }
+  }
 };
+// The tiles of input `at`: of a constant initializer when a kernel is made (`info`), else of a run (`context`), if `out` has none yet.
+OrtStatus* constant_tiles(const OrtKernelInfo* info, size_t at, const char* name, int64_t bytes, const uint8_t** out);
+OrtStatus* input_tiles(const OrtKernelContext* context, size_t at, const char* name, int64_t bytes, const uint8_t** out);
+inline void optional(OrtStatus* status) { if (status) release(status); }  // of an attribute that keeps its default
 // In this thread where the work is smaller than what waking others costs.
 template <class Run> OrtStatus* run_all(const OrtKernelContext* context, bool is_small, void(ORT_CALL* run)(void*, size_t), int64_t count, Run* with) {
   if (!is_small && count > 1) return parallel(context, run, size_t(count), with);
@@ -117,15 +142,29 @@ template <class Kernel> OrtStatus* keep(const Kernel& kernel, void** out) {
   memcpy(*out, &kernel, sizeof kernel);
   return nullptr;
 }
-// The parts of an operator that all have in common.
-inline void describe(OrtCustomOp* op) {
-  op->version = 16;
-  op->provider = [](const OrtCustomOp*) -> const char* { return "CPUExecutionProvider"; };
-  op->destroy = [](void* kernel) { free(kernel); };
-  op->output_type = [](const OrtCustomOp*, size_t) -> int { return kTypeFloat; };
-  op->input_memory = [](const OrtCustomOp*, size_t) { return 0; };
-  op->variadic_input_min = op->variadic_output_min = [](const OrtCustomOp*) { return 1; };
-  op->variadic_input_same = op->variadic_output_same = [](const OrtCustomOp*) { return 0; };
-}
+// An operator. Inputs, a letter each: f floats, t tiles, i int32, n int64; in upper case what may be left out. Outputs are
+// floats, the first of which is always there.
+struct Operator : OrtCustomOp {
+  const char *called, *inputs;
+  size_t outputs;
+  static const Operator* of(const OrtCustomOp* op) { return static_cast<const Operator*>(op); }
+  Operator(const char* called, const char* inputs, size_t outputs, decltype(OrtCustomOp::create) create, decltype(OrtCustomOp::compute) compute) : OrtCustomOp(), called(called), inputs(inputs), outputs(outputs) {
+    this->create = create; this->compute = compute;
+    version = 16;
+    provider = [](const OrtCustomOp*) -> const char* { return "CPUExecutionProvider"; };
+    destroy = [](void* kernel) { free(kernel); };
+    name = [](const OrtCustomOp* op) { return of(op)->called; };
+    num_inputs = [](const OrtCustomOp* op) { return strlen(of(op)->inputs); };
+    num_outputs = [](const OrtCustomOp* op) { return of(op)->outputs; };
+    input_type = [](const OrtCustomOp* op, size_t i) -> int { const int letter = of(op)->inputs[i] | 32; return letter == 't' ? kTypeUint8 : letter == 'i' ? kTypeInt32 : letter == 'n' ? kTypeInt64 : kTypeFloat; };
+    input_kind = [](const OrtCustomOp* op, size_t i) -> int { return of(op)->inputs[i] & 32 ? kRequired : kOptional; };
+    output_type = [](const OrtCustomOp*, size_t) -> int { return kTypeFloat; };
+    output_kind = [](const OrtCustomOp*, size_t i) -> int { return i ? kOptional : kRequired; };
+    input_memory = [](const OrtCustomOp*, size_t) { return 0; };
+    variadic_input_min = variadic_output_min = [](const OrtCustomOp*) { return 1; };
+    variadic_input_same = variadic_output_same = [](const OrtCustomOp*) { return 0; };
+  }
+};
+extern const Operator kAttentionOperators[2], kRecurrentOperators[2], kExpertsOperator;
 
 }  // namespace edgespec

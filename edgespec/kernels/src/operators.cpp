@@ -7,9 +7,6 @@
 
 namespace edgespec {
 const OrtApi* ort;
-OrtStatus* add_attention(OrtDomain* domain);
-OrtStatus* add_recurrence(OrtDomain* domain);
-OrtStatus* add_experts(OrtDomain* domain);
 namespace {
 
 constexpr int kMatrices = 3;
@@ -18,25 +15,35 @@ constexpr int64_t kBatch = 512;  // rows that are quantised before they are mult
 // Tiles in memory that a program holds. In a graph 8 bytes with their number stand for them while its session is made,
 // as ONNX Runtime would copy a weight that it is given in memory.
 struct Held { int64_t number, bytes; const uint8_t* tiles; Held* next; };
-Held* held = nullptr;
-int64_t last_number = 0;
-std::atomic_flag held_in_use = ATOMIC_FLAG_INIT;
-}  // namespace
+Registry<Held> held;
 
 OrtStatus* read_tiles(const OrtValue* value, const char* name, int64_t bytes, const uint8_t** out) {
   Tensor t;
   TRY(read(value, name, kTypeUint8, &t));
-  if (elements(t, t.rank) == int64_t(sizeof(int64_t))) {
+  const int64_t given = elements(t, t.rank);
+  *out = static_cast<const uint8_t*>(t.data);
+  if (given == int64_t(sizeof(int64_t))) {
     int64_t number;
     memcpy(&number, t.data, sizeof number);
-    Lock lock(held_in_use);
-    for (const Held* each = held; each; each = each->next)
-      if (each->number == number && each->bytes == bytes) { *out = each->tiles; return nullptr; }
-    return invalid("edgespec: %s names tiles that nobody holds, or of another size than %lld bytes", name, (long long)bytes);
-  }
-  if (elements(t, t.rank) != bytes) return invalid("edgespec: %s has %lld bytes, its type and size need %lld", name, (long long)elements(t, t.rank), (long long)bytes);
-  *out = static_cast<const uint8_t*>(t.data);
+    const Held* found = held.find(number);
+    if (!found || found->bytes != bytes) return invalid("edgespec: %s names tiles that nobody holds, or of another size than %lld bytes", name, (long long)bytes);
+    *out = found->tiles;
+  } else if (given != bytes) return invalid("edgespec: %s has %lld bytes, its type and size need %lld", name, (long long)given, (long long)bytes);
   return nullptr;
+}
+}  // namespace
+
+OrtStatus* constant_tiles(const OrtKernelInfo* info, size_t at, const char* name, int64_t bytes, const uint8_t** out) {
+  int constant;
+  const OrtValue* value;
+  TRY(constant_input(info, at, &constant, &value));
+  return constant ? read_tiles(value, name, bytes, out) : nullptr;
+}
+OrtStatus* input_tiles(const OrtKernelContext* context, size_t at, const char* name, int64_t bytes, const uint8_t** out) {
+  const OrtValue* value;
+  if (*out) return nullptr;
+  TRY(input(context, at, &value));
+  return read_tiles(value, name, bytes, out);
 }
 
 namespace {
@@ -53,8 +60,8 @@ OrtStatus* create_matmul(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*
   MatMul m = {};
   size_t types = 0, outputs = 0, node_inputs, node_outputs;
   TRY(attribute(info, "K", &m.k));
-  if (OrtStatus* missing = attribute(info, "gate", &m.gate)) { release(missing); m.gate = kNoGate; }
-  if (OrtStatus* missing = attribute(info, "cap", &m.cap)) { release(missing); m.cap = 0; }
+  optional(attribute(info, "gate", &m.gate));
+  optional(attribute(info, "cap", &m.cap));
   if (m.gate < kNoGate || m.gate > kClamped) return invalid("edgespec: TiledMatMul has a gate %lld, 0, 1 (silu), 2 (gelu) and 3 (clamped) are known", (long long)m.gate);
   TRY(attributes(info, "types", nullptr, &types));
   TRY(attributes(info, "outputs", nullptr, &outputs));
@@ -69,10 +76,7 @@ OrtStatus* create_matmul(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*
   for (size_t i = 0; i < m.count; i++) {
     if (m.types[i] != int32_t(m.types[i]) || (m.bytes[i] = packed_bytes(int32_t(m.types[i]), m.outputs[i], m.k)) < 0) return invalid("edgespec: TiledMatMul cannot hold %lld outputs x %lld inputs of type %lld", (long long)m.outputs[i], (long long)m.k, (long long)m.types[i]);
     if (__builtin_add_overflow(m.all_outputs, m.outputs[i], &m.all_outputs)) return invalid("edgespec: TiledMatMul has too many outputs");
-    int constant;
-    const OrtValue* value;
-    TRY(constant_input(info, 2 + i, &constant, &value));
-    if (constant) TRY(read_tiles(value, kNames[2 + i], m.bytes[i], &m.tiles[i]));
+    TRY(constant_tiles(info, 2 + i, kNames[2 + i], m.bytes[i], &m.tiles[i]));
   }
   return keep(m, out);
 }
@@ -169,23 +173,16 @@ OrtStatus* ORT_CALL compute_matmul(void* self, OrtKernelContext* context) {
   const MatMul& m = *static_cast<const MatMul*>(self);
   Run run = {};
   run.m = &m; run.path = &path_in_use();
-  Tensor x, bias;
-  const OrtValue* value;
-  TRY(input(context, 0, &value));
-  TRY(read(value, "x", kTypeFloat, &x));
+  Tensor x;
+  TRY(read_floats(context, 0, "x", &x));
   if (!x.rank || x.dims[x.rank - 1] != run.inputs()) return invalid("edgespec: TiledMatMul's x has %lld inputs, expected %lld", (long long)(x.rank ? x.dims[x.rank - 1] : 0), (long long)run.inputs());
-  TRY(input(context, 1, &value));
-  if (value) {
-    TRY(read(value, "bias", kTypeFloat, &bias));
-    if (elements(bias, bias.rank) != m.all_outputs) return invalid("edgespec: TiledMatMul's bias has %lld elements, expected %lld", (long long)elements(bias, bias.rank), (long long)m.all_outputs);
-    run.rows.bias = static_cast<const float*>(bias.data);
-  }
+  TRY(read_vector(context, 1, "TiledMatMul's bias", m.all_outputs, &run.rows.bias));
   size_t separate;
   TRY(num_outputs(context, &separate));
   int64_t work = 0;
   for (size_t i = 0, at = 0; i < m.count; at += size_t(m.outputs[i++])) {
     run.tiles[i] = m.tiles[i];
-    if (!run.tiles[i]) { TRY(input(context, 2 + i, &value)); TRY(read_tiles(value, kNames[2 + i], m.bytes[i], &run.tiles[i])); }
+    TRY(input_tiles(context, 2 + i, kNames[2 + i], m.bytes[i], &run.tiles[i]));
     run.first_tile[i + 1] = run.first_tile[i] + (m.outputs[i] + kOutputs - 1) / kOutputs;
     run.rows.stride[i] = separate > 1 ? m.outputs[i] : m.all_outputs;
     work += m.bytes[i];
@@ -229,10 +226,7 @@ OrtStatus* create_lookup(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*
   TRY(attribute(info, "type", &l.type));
   TRY(attribute(info, "N", &l.n));
   if (l.type != int32_t(l.type) || (l.bytes = packed_bytes(int32_t(l.type), l.n, l.k)) < 0) return invalid("edgespec: TiledLookup cannot hold %lld rows of %lld values of type %lld", (long long)l.n, (long long)l.k, (long long)l.type);
-  int constant;
-  const OrtValue* value;
-  TRY(constant_input(info, 1, &constant, &value));
-  if (constant) TRY(read_tiles(value, "tiles", l.bytes, &l.tiles));
+  TRY(constant_tiles(info, 1, "tiles", l.bytes, &l.tiles));
   return keep(l, out);
 }
 OrtStatus* ORT_CALL compute_lookup(void* self, OrtKernelContext* context) {
@@ -242,7 +236,7 @@ OrtStatus* ORT_CALL compute_lookup(void* self, OrtKernelContext* context) {
   const OrtValue* value;
   TRY(input(context, 0, &value));
   TRY(read(value, "ids", kTypeInt64, &ids));
-  if (!tiles) { TRY(input(context, 1, &value)); TRY(read_tiles(value, "tiles", l.bytes, &tiles)); }
+  TRY(input_tiles(context, 1, "tiles", l.bytes, &tiles));
   if (ids.rank == kMaxRank) return invalid("edgespec: ids has %zu dimensions, at most %d are allowed", ids.rank, kMaxRank - 1);
   const int64_t count = elements(ids, ids.rank);
   ids.dims[ids.rank] = l.k;
@@ -253,32 +247,10 @@ OrtStatus* ORT_CALL compute_lookup(void* self, OrtKernelContext* context) {
   return nullptr;
 }
 
-// ---- registration
-OrtCustomOp matmul_operator, lookup_operator;
-void describe_matmul() {
-  OrtCustomOp* op = &matmul_operator;
-  describe(op);
-  op->name = [](const OrtCustomOp*) -> const char* { return "TiledMatMul"; };
-  op->num_inputs = [](const OrtCustomOp*) -> size_t { return 2 + kMatrices; };
-  op->num_outputs = [](const OrtCustomOp*) -> size_t { return kMatrices; };
-  op->input_type = [](const OrtCustomOp*, size_t i) -> int { return i < 2 ? kTypeFloat : kTypeUint8; };
-  op->input_kind = [](const OrtCustomOp*, size_t i) -> int { return i == 1 || i > 2 ? kOptional : kRequired; };
-  op->output_kind = [](const OrtCustomOp*, size_t i) -> int { return i ? kOptional : kRequired; };
-  op->create = create_matmul;
-  op->compute = compute_matmul;
-}
-void describe_lookup() {
-  OrtCustomOp* op = &lookup_operator;
-  describe(op);
-  op->name = [](const OrtCustomOp*) -> const char* { return "TiledLookup"; };
-  op->num_inputs = [](const OrtCustomOp*) -> size_t { return 2; };
-  op->num_outputs = [](const OrtCustomOp*) -> size_t { return 1; };
-  op->input_type = [](const OrtCustomOp*, size_t i) -> int { return i ? kTypeUint8 : kTypeInt64; };
-  op->input_kind = op->output_kind = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
-  op->create = create_lookup;
-  op->compute = compute_lookup;
-}
-
+const Operator kOperators[] = {
+    {"TiledMatMul", "fFtTT", kMatrices, create_matmul, compute_matmul},
+    {"TiledLookup", "nt", 1, create_lookup, compute_lookup},
+};
 }  // namespace
 }  // namespace edgespec
 
@@ -287,33 +259,23 @@ extern "C" __attribute__((visibility("default"))) int64_t edgespec_hold(const ui
   using namespace edgespec;
   Held* kept = static_cast<Held*>(malloc(sizeof(Held)));
   if (!kept) return 0;
-  Lock lock(held_in_use);
-  *kept = {++last_number, bytes, tiles, held};
-  held = kept;
-  return kept->number;
+  *kept = {0, bytes, tiles, nullptr};
+  return held.add(kept);
 }
 // Forgets a number; sessions that were made with it go on reading the tiles.
-extern "C" __attribute__((visibility("default"))) void edgespec_drop(int64_t number) {
-  using namespace edgespec;
-  Lock lock(held_in_use);
-  for (Held** each = &held; *each; each = &(*each)->next)
-    if ((*each)->number == number) { Held* gone = *each; *each = gone->next; free(gone); return; }
-}
+extern "C" __attribute__((visibility("default"))) void edgespec_drop(int64_t number) { edgespec::held.drop(number); }
 
 extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   using namespace edgespec;
   static OrtDomain* domain;  // kept for the process's life, as sessions refer to it
   ort = base->get_api(18);
   if (!domain) {
-    describe_matmul();
-    describe_lookup();
     OrtDomain* fresh;
     TRY(new_domain("edgespec", &fresh));
-    TRY(add_operator(fresh, &matmul_operator));
-    TRY(add_operator(fresh, &lookup_operator));
-    TRY(add_attention(fresh));
-    TRY(add_recurrence(fresh));
-    TRY(add_experts(fresh));
+    for (const Operator& each : kOperators) TRY(add_operator(fresh, &each));
+    for (const Operator& each : kAttentionOperators) TRY(add_operator(fresh, &each));
+    for (const Operator& each : kRecurrentOperators) TRY(add_operator(fresh, &each));
+    TRY(add_operator(fresh, &kExpertsOperator));
     domain = fresh;
   }
   return add_domain(options, domain);

@@ -2,7 +2,6 @@
 // operations is that of ggml's dequantize_row_*.
 #include <cstring>
 #include "formats.h"
-#include "halves.h"
 
 namespace edgespec {
 

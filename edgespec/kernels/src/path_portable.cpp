@@ -2,7 +2,6 @@
 #include <cmath>
 #include <cstring>
 #include "formats.h"
-#include "halves.h"
 
 namespace edgespec {
 namespace {

@@ -23,10 +23,10 @@ constexpr float kUneven = 12;
 INLINE float scale_of(const float* x, int inputs, float* inverse) {
   const uint32_t top = largest_bits(x, inputs);
   *inverse = 0;
-  if (top >= 0x7f800000) return from_bits(0x7fc00000);  // not finite: NaN
+  if (top >= 0x7f800000) return float_of_bits(0x7fc00000);  // not finite: NaN
   if (top < 0x0d800000) return 0;  // below 2^-100: 127 / top could overflow
-  *inverse = 127.f / from_bits(top);
-  return from_bits(top) / 127.f;
+  *inverse = 127.f / float_of_bits(top);
+  return float_of_bits(top) / 127.f;
 }
 // What the codes of a block leave of it; nothing of what is not finite.
 template <class Block> void leave(const float* x, const Block& a, int count, float* rest) {

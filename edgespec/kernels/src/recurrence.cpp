@@ -12,14 +12,7 @@
 
 namespace edgespec {
 namespace {
-States* all_states = nullptr;
-int64_t last_states = 0;
-std::atomic_flag states_in_use = ATOMIC_FLAG_INIT;
-const States* find_states(int64_t number) {
-  Lock lock(states_in_use);
-  for (const States* each = all_states; each; each = each->next) if (each->number == number) return each;
-  return nullptr;
-}
+Registry<States> all_states;
 
 // Adds what the log has at `cell` to 16 times `columns` of a head's values.
 void add_logged(const Recurrence& kernels, const State& s, int64_t head, int64_t column, int columns, int64_t cell, const float* from, float* to) {
@@ -210,7 +203,7 @@ OrtStatus* read_places(const OrtKernelContext* context, size_t at, const char* n
   s->rows = static_cast<const Row*>(rows.data);
   TRY(input(context, at + 1, &value));
   TRY(read(value, "states", kTypeInt64, &number));
-  if (elements(number, number.rank) != 1 || !(s->states = find_states(*static_cast<const int64_t*>(number.data)))) return invalid("edgespec: %s names states that nobody holds", name);
+  if (elements(number, number.rank) != 1 || !(s->states = all_states.find(*static_cast<const int64_t*>(number.data)))) return invalid("edgespec: %s names states that nobody holds", name);
   if (s->layer.number < 0 || s->layer.number >= s->states->layers) return invalid("edgespec: %s is layer %lld of states of %lld layers", name, (long long)s->layer.number, (long long)s->states->layers);
   s->shape = s->states->shapes + s->layer.number;
   if (memcmp(s->shape, &wanted, sizeof wanted)) return invalid("edgespec: %s is layer %lld of states, which has other sizes", name, (long long)s->layer.number);
@@ -333,32 +326,11 @@ OrtStatus* ORT_CALL compute_short(void* self, OrtKernelContext* context) {
   settle(s);
   return nullptr;
 }
-OrtCustomOp delta_operator, short_operator;
 }  // namespace
-
-OrtStatus* add_recurrence(OrtDomain* domain) {
-  OrtCustomOp* op = &delta_operator;
-  describe(op);
-  op->name = [](const OrtCustomOp*) -> const char* { return "DeltaNet"; };
-  op->num_inputs = [](const OrtCustomOp*) -> size_t { return 8; };
-  op->input_type = [](const OrtCustomOp*, size_t i) -> int { return i == 6 ? kTypeInt32 : i == 7 ? kTypeInt64 : kTypeFloat; };
-  op->create = create_delta;
-  op->compute = compute_delta;
-  op = &short_operator;
-  describe(op);
-  op->name = [](const OrtCustomOp*) -> const char* { return "ShortConv"; };
-  op->num_inputs = [](const OrtCustomOp*) -> size_t { return 4; };
-  op->input_type = [](const OrtCustomOp*, size_t i) -> int { return i == 2 ? kTypeInt32 : i == 3 ? kTypeInt64 : kTypeFloat; };
-  op->create = create_short;
-  op->compute = compute_short;
-  OrtCustomOp* const operators[] = {&delta_operator, &short_operator};
-  for (OrtCustomOp* each : operators) {
-    each->num_outputs = [](const OrtCustomOp*) -> size_t { return 1; };
-    each->input_kind = each->output_kind = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
-    TRY(add_operator(domain, each));
-  }
-  return nullptr;
-}
+const Operator kRecurrentOperators[] = {
+    {"DeltaNet", "ffffffin", 1, create_delta, compute_delta},
+    {"ShortConv", "ffin", 1, create_short, compute_short},
+};
 }  // namespace edgespec
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -387,20 +359,15 @@ EXPORT int64_t edgespec_hold_states(uint8_t* memory, const int32_t* sizes, int64
     starts[i] = bytes;
     bytes += (State::bytes(shapes[i], log) + 63) & ~int64_t(63);
   }
-  Lock lock(states_in_use);
-  *s = {++last_states, memory, slots, layers, log, bytes, floors, shapes, starts, all_states};
-  all_states = s;
-  return s->number;
+  *s = {0, memory, slots, layers, log, bytes, floors, shapes, starts, nullptr};
+  return all_states.add(s);
 }
-EXPORT void edgespec_drop_states(int64_t number) {
-  Lock lock(states_in_use);
-  for (States** each = &all_states; *each; each = &(*each)->next) if ((*each)->number == number) { States* gone = *each; *each = gone->next; free(gone); return; }
-}
+EXPORT void edgespec_drop_states(int64_t number) { all_states.drop(number); }
 // Copies what a text of `length` rows needs to go on, for each layer S and the convolution's inputs before it, to (or from)
 // `flat`, of as many bytes as this returns. -1: nobody holds the states, or they do not reach there. Null for `flat`: the
 // bytes alone.
 EXPORT int64_t edgespec_copy_states(int64_t number, int32_t into_states, int64_t slot, int64_t length, float* flat) {
-  const States* s = find_states(number);
+  const States* s = all_states.find(number);
   if (!s || slot < 0 || slot >= s->slots || length < 0) return -1;
   int64_t floats = 0;
   for (int64_t i = 0; i < s->layers; i++) {
@@ -424,7 +391,7 @@ EXPORT int64_t edgespec_copy_states(int64_t number, int32_t into_states, int64_t
 }
 // Puts the rows of the log at cells `from` to the cells `to`, one after another. -1: nobody holds the states, or a cell is below 0.
 EXPORT int32_t edgespec_move_rows(int64_t number, int64_t slot, const int32_t* to, const int32_t* from, int64_t count) {
-  const States* s = find_states(number);
+  const States* s = all_states.find(number);
   if (!s || slot < 0 || slot >= s->slots) return -1;
   for (int64_t i = 0; i < count; i++) if (to[i] < 0 || from[i] < 0) return -1;
   for (int64_t layer = 0; layer < s->layers; layer++) {

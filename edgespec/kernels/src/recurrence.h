@@ -15,7 +15,7 @@ INLINE float logarithm(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
   int32_t power = int32_t(bits >> 23) - 126;
-  float m = from_bits((bits & 0x7fffff) | 0x3f000000);  // 0.5..1
+  float m = float_of_bits((bits & 0x7fffff) | 0x3f000000);  // 0.5..1
   if (m < 0.707106781f) { power--; m += m; }
   m -= 1.f;
   const float square = m * m, whole = float(power);
