@@ -72,7 +72,7 @@ def test_show_says_what_a_file_is_and_takes(tmp_path: Path):
 def test_a_head_names_the_command_that_converts_it():
     failed = run("pull", "AngelSlim/Qwen3-8B_eagle3")
     assert failed.exit_code == 2
-    assert "edgespec export Qwen/Qwen3-8B --draft AngelSlim/Qwen3-8B_eagle3 --to gguf" in failed.stderr
+    assert "llama.cpp's convert_hf_to_gguf.py" in failed.stderr
 
 
 def test_a_head_that_llama_cpp_converts_is_listed_and_not_fetched():

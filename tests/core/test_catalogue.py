@@ -33,10 +33,9 @@ def test_heads_belong_to_the_weights_of_their_entry(entry: Entry):
     assert [head for head in entry.heads if head.target != entry.weights] == []
     assert len({head.repo for head in entry.heads}) == len(entry.heads)
     for head in entry.heads:
-        converts = f"edgespec export {entry.weights} --draft {head.repo} --to gguf"
         by_llama_cpp = "llama.cpp's convert_hf_to_gguf.py (then -md HEAD.gguf)"
         ready = f"edgespec pull {entry.name} --draft {head.gguf}"
-        assert head.command(entry.name) == (ready if head.gguf else converts if head.kind == "eagle3" else by_llama_cpp)
+        assert head.command(entry.name) == (ready if head.gguf else by_llama_cpp)
         if head.gguf:
             group = choose(head.gguf, listing(head.gguf.partition(":")[2] or f"{head.gguf.split('/')[1]}-Q8_0.gguf"))
             assert group.target.is_head and parse(head.gguf).repo == head.gguf.partition(":")[0]
