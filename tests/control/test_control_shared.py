@@ -41,17 +41,6 @@ def test_the_parts_of_all_sequences_are_the_whole_pass(prompt_rows: int) -> None
     assert parts[2] - parts[1] == pytest.approx(5 * (parts[3] - parts[1]))
 
 
-def test_drafts_are_shorter_the_more_sequences_run() -> None:
-    """A draft that fills a cheap pass alone would be paid for in full beside many rows."""
-    confidences = [0.7] * 8
-    lengths = []
-    for others in (0, 1, 3, 7, 15):
-        found = costs()
-        found.share_passes(others + 1, others)
-        lengths.append(best_length(confidences, found.prices(), 8)[0])
-    assert lengths[0] >= 3 and lengths[-1] == 0 and lengths == sorted(lengths, reverse=True)
-
-
 @pytest.mark.parametrize("others", [0, 2, 6, 12])
 def test_the_chosen_length_maximises_the_tokens_of_all_per_second(others: int) -> None:
     """By enumeration: (tokens of the others and of this one) over the time of the pass."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from damage import damaged
 from edgespec.corpus import texts as module
 from edgespec.corpus.index import joined, sorted_places
 from edgespec.corpus.store import texts_folder, vocabulary_key
-from edgespec.corpus.texts import Corpus, CorpusText, Documents
+from edgespec.corpus.texts import Corpus, Documents
 from edgespec.errors import ConfigError, StateError
 from table_engine import LetterVocabulary
 from waiting import until
@@ -175,32 +174,8 @@ def test_killed_while_writing(tmp_path: Path) -> None:
         make(tmp_path).remove("growing")
 
 
-def add_on_a_full_disk(folder: Path) -> None:
-    """The kernel refuses to let any file of this process grow beyond 40 kB, as a full disk would."""
-    make(folder).add("a", "/a", documents(0))
-    import resource  # not there on Windows
-
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
-    try:
-        make(folder).add("large", "/large", documents(1, count=100))
-    except StateError as exc:
-        assert "disk" in str(exc), exc
-    else:
-        raise AssertionError("it was written all the same")
-    assert [text.name for text in make(folder).texts()] == ["a"]
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows limits no file's size")
-def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
-    worker = SPAWN.Process(target=add_on_a_full_disk, args=(tmp_path,))
-    worker.start()
-    worker.join(120)
-    assert worker.exitcode == 0
-    index = make(tmp_path).index()
-    assert index is not None and index.num_tokens == 603
-
-
-def test_files_that_are_no_text_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_files_that_are_no_text_are_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.corpus.texts.MAX_FILE_BYTES", 1 << 20)
     (tmp_path / "sub").mkdir()
     (tmp_path / ".git").mkdir()
     for name, contents in {
@@ -215,26 +190,16 @@ def test_files_that_are_no_text_are_left_out_and_counted(tmp_path: Path) -> None
         "blank.txt": b" \n",
     }.items():
         (tmp_path / name).write_bytes(contents)
+    (tmp_path / "large.txt").write_bytes(b"a" * ((1 << 20) + 1))
     (tmp_path / "link.txt").symlink_to("a.py")
     found = Documents(tmp_path)
     texts = {str(path.relative_to(tmp_path)): text for path, text in found}
     assert texts == {"a.py": "x = 1\n", "sub/b.md": "Grüße", "sub/bom.txt": "hello"}
-    assert found.left_out == {"binary": 1, "not UTF-8": 1, "empty": 2, "a link": 1}
-
-
-def test_a_named_file_that_is_no_text_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
+    assert found.left_out == {"binary": 1, "not UTF-8": 1, "empty": 2, "a link": 1, "larger than 1 MiB": 1}
     with pytest.raises(ConfigError, match=r"image.png is binary: give a file of text"):
         list(Documents(tmp_path / "image.png"))
     with pytest.raises(ConfigError, match="no file or folder"):
         Documents(tmp_path / "nothing")
-
-
-def test_a_file_that_is_too_large_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.corpus.texts.MAX_FILE_BYTES", 1 << 20)
-    (tmp_path / "large.txt").write_bytes(b"a" * ((1 << 20) + 1))
-    found = Documents(tmp_path)
-    assert list(found) == [] and found.left_out == {"larger than 1 MiB": 1}
 
 
 def test_texts_lie_in_the_users_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -243,8 +208,3 @@ def test_texts_lie_in_the_users_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.delenv("EDGESPEC_HOME")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     assert texts_folder() == tmp_path / "data" / "edgespec" / "texts"
-
-
-def test_a_text_counts_its_index_against_the_budget() -> None:
-    assert CorpusText("a", "/a", 0.0, 1, 100).num_bytes == 800
-    assert module.DEFAULT_BUDGET_BYTES == 64 << 20
