@@ -393,7 +393,4 @@ def to_read(drafter: Drafter, token_ids: TokenIds, cost: DraftCost, prices: Pric
     if not cost.read_s:
         return drafter.num_uncached(token_ids)
     allowed_s = max(allowed_s, 0.0)
-    # Long: spread over rounds, reading all of it would add half of a plain pass to each.
-    is_long = token_ids.size * cost.read_s > 0.5 * c.READING_ROUNDS * prices.pass_s[1]
-    part_s = c.RISKED * allowed_s if is_long else 0.0
-    return drafter.reading(token_ids, int(allowed_s / cost.read_s), int(part_s / cost.read_s))
+    return drafter.reading(token_ids, int(allowed_s / cost.read_s), int(c.RISKED * allowed_s / cost.read_s))

@@ -274,7 +274,7 @@ class DraftCost:
     @classmethod
     def guessed(cls, share: float) -> Self:
         """Of a draft model with `share` of its target's weights, relative until `scale`."""
-        token = min(0.02 + c.DRAFT_SHARE * share, 1.0)
+        token = min(0.03 + c.DRAFT_SHARE * share, 1.0)
         return cls(token, c.READ_SHARE * token, is_relative=True)
 
     def scale(self, plain_s: float) -> None:

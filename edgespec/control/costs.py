@@ -21,7 +21,7 @@ from edgespec.platform import disk_cache
 from edgespec.platform.disk_cache import FileVersion, Seconds, file_key, key_of
 from edgespec.platform.machine import processor
 
-METHOD = 6  # part of the cache key: raise it when what is kept changes
+METHOD = 7  # part of the cache key: raise it when what is kept changes
 _LIBRARIES = {"llamacpp": "llama-cpp-python", "onnx": "onnxruntime"}
 
 

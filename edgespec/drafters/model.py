@@ -16,7 +16,7 @@ from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence, Passes, at_once, restored_on_failure
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
-_LEAST_READ = 128  # tokens; a window of fewer says little about what the draft is worth
+_LEAST_READ = 32  # tokens; a window of fewer says little about what the draft is worth
 _FREE = 32  # places of the context that a window leaves for drafts
 
 

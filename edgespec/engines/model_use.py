@@ -33,6 +33,7 @@ class ModelUse:
     flash_attention: bool | None = None
     check_tensors: bool = False  # read all weights and refuse NaN
     is_repacked: bool = True  # False: weights stay as they are in the file, which loads faster and computes slower
+    is_draft: bool = False  # its weights may be coarser: a draft's exact values do not matter
     has_mtp: bool = False  # with the multi-token prediction layers
     # of ONNX Runtime
     provider: str = "auto"  # auto, cpu, cuda, dml, webgpu

@@ -46,6 +46,7 @@ def kernels() -> ctypes.CDLL:
         ("packed_bytes", i64, (i32, i64, i64)),
         ("row_bytes", i64, (i32, i64)),
         ("pack", i32, (i32, pointer, i64, i64, pointer)),
+        ("narrow", i32, (i32, pointer, i64, i64, pointer)),
         ("hold", i64, (pointer, i64)),
         ("drop", None, (i64,)),
         ("lookup", i32, (i32, pointer, i64, i64, pointer, i64, pointer)),
@@ -93,6 +94,16 @@ def pack(kind: str, rows: NDArray[np.uint8], inputs: int, out: NDArray[np.uint8]
         )
     status = kernels().edgespec_pack(TYPES[kind], rows.ctypes.data, len(rows), inputs, out.ctypes.data)
     return bool(status == 0)
+
+
+def narrow(kind: str, rows: NDArray[np.uint8], inputs: int) -> NDArray[np.uint8] | None:
+    """The same rows of a GGUF's matrix in Q4_0, of [n, bytes] in another type; None if a weight is not finite.
+
+    The number of inputs is a multiple of 32.
+    """
+    found = np.empty((len(rows), inputs // 32 * 18), np.uint8)
+    status = kernels().edgespec_narrow(TYPES[kind], rows.ctypes.data, len(rows), inputs, found.ctypes.data)
+    return found if status == 0 else None
 
 
 @contextmanager

@@ -256,6 +256,7 @@ def draft_use(options: LoadOptions, file: ModelFile, target_context: int) -> Mod
         devices=options.draft_devices,
         reproducible=False,
         speculates=False,
+        is_draft=True,
     )
 
 

@@ -23,6 +23,7 @@ from edgespec.sampling import Sampler
 from edgespec.types import Draft, Evidence, TokenIds, Verdict, one_hot
 from simulation import (
     CURVES,
+    KERNELS,
     LLAMA_Q8_0,
     ORT_INT8,
     PLAIN_S,
@@ -182,7 +183,7 @@ class PartReader(TracedDrafter):
         self.part_read = 0
 
     def reading(self, token_ids: TokenIds, whole: int, part: int) -> int:
-        if self.num_uncached(token_ids) > whole and part >= 128 and not self.part_read:
+        if self.num_uncached(token_ids) > whole and part >= 32 and not self.part_read:
             self.part_read, self._known = part, token_ids.size - part
         return self.num_uncached(token_ids)
 
@@ -203,6 +204,17 @@ def test_behind_a_prompt_that_costs_too_much_to_read_a_part_of_it_may_do(chance:
     prompts_s = 0.0 if chance else 4 * 2000 * PREFILL_SHARE * PLAIN_S
     assert reader.part_read
     assert (world.plain_s(texts) + prompts_s) / (taken_s + prompts_s) >= least
+
+
+@pytest.mark.parametrize("prompt", [60, 300])
+def test_a_dear_draft_is_tried_in_the_first_answer_that_it_could_be_for(prompt: int) -> None:
+    """Of a draft model of .4 of its target nothing is known yet, and each token costs more to read than it allows."""
+    world = World(Machine(KERNELS), draft_share=0.3)
+    reader = PartReader(world.clock, 0.3 * PLAIN_S, 0.05 * PLAIN_S)
+    costs = RunCosts(CostCurve.guessed(PLAIN_S), {"model": DraftCost.guessed(0.4)})
+    controller = AutoController({"model": reader}, costs, 0.1, world.clock)
+    texts = [made_up(160, repeat(0.9), honest, 0, prompt)]
+    assert world.plain_s(texts) / world.run(controller, texts) >= 1.2
 
 
 def test_a_drafter_that_cannot_be_afforded_leaves_the_round_to_another() -> None:

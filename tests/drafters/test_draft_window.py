@@ -61,7 +61,7 @@ def test_of_a_long_text_the_latest_part_is_read_and_the_rest_when_it_can_be_paid
 
 def test_a_small_part_is_not_worth_trying() -> None:
     drafter = ModelDrafter(engine())
-    assert drafter.reading(TEXT[:1000], 500, 100) == 1000
+    assert drafter.reading(TEXT[:1000], 500, 20) == 1000
     assert drafter.num_uncached(TEXT[:1000]) == 1000
 
 

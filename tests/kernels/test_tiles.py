@@ -5,12 +5,14 @@ import hashlib
 import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import quantize
 
 import tiled
 from edgespec.formats.onnx.tiles import LAYOUT_VERSION
 from edgespec.kernels import tiles
 from tiled import FLOATS, SCALES, SMALL_BLOCKS, Floats, activation_block, bits, dequantised, packed, random_rows
 
+Q4_0 = GGMLQuantizationType.Q4_0
 SHAPES = [(200, 512), (16, 256), (7, 256), (33, 1280)]
 CASES = [(kind, *shape) for kind in tiles.TYPES for shape in SHAPES]
 CASES += [(kind, *shape) for kind in SMALL_BLOCKS for shape in ((50, 96), (576, 576), (1, 32))]
@@ -121,6 +123,16 @@ def test_scale_that_is_not_finite_is_reported(kind: str) -> None:
         broken[19, block + at : block + at + 2] = np.array([exponent[1]], np.uint16).view(np.uint8)
         assert tiles.pack(kind, rows, 512, out)
         assert not tiles.pack(kind, broken, 512, out)
+        assert tiles.narrow(kind, rows, 512) is not None and tiles.narrow(kind, broken, 512) is None
+
+
+@pytest.mark.parametrize("kind", ["Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", *FLOATS])
+def test_weights_of_a_draft_are_made_narrow_as_ggml_does_it(kind: str) -> None:
+    rows = random_rows(kind, 7, 768, np.random.default_rng(5))
+    found, weights = tiles.narrow(kind, rows, 768), dequantised(kind, rows)
+    # Not bit for bit: of two weights as far from zero as each other ggml takes the first.
+    errors = [np.square(dequantised("Q4_0", each) - weights).mean() for each in (found, quantize(weights, Q4_0))]
+    assert 0 < errors[0] <= 1.02 * errors[1]
 
 
 @pytest.mark.parametrize("kind", tiles.TYPES)

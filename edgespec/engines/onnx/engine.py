@@ -88,7 +88,7 @@ class OnnxEngine(SessionEngine):
         """
         use = replace(use or ModelUse(), **changes)
         try:
-            source = open_source(path)
+            source = open_source(path, is_draft=use.is_draft)
             read = partial(read_graph, source, hidden_states=use.hidden_states, state_layers=use.state_layers)
             graph, config = read(), source.config()
         except OSError as exc:

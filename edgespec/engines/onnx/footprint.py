@@ -67,7 +67,7 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
 
     Raises ModelNotFound, ModelFileError, CapabilityError, and ConfigError.
     """
-    source = open_source(path)
+    source = open_source(path, is_draft=use.is_draft)
     found = _of_source(source, use)
     if not isinstance(source, GgufFile) or not (use.has_mtp or use.exit_layer):
         return found
@@ -84,7 +84,8 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
 
 
 def _of_source(source: Source, use: ModelUse) -> Footprint:
-    graph, products = once(f"onnx products {source.is_drafter} {use.exit_layer}", source.path, lambda: _read(source))
+    what = f"onnx products {source.is_drafter} {use.exit_layer} {use.is_draft}"
+    graph, products = once(what, source.path, lambda: _read(source))
     settings = OnnxSettings.checked(graph, source.config(), use)
     graph = adapted(graph, use.provider, settings.head_size)
     cells, cache = settings.context_length, 0 if source.reads_cache else _cache_bytes(graph, settings)
@@ -124,7 +125,7 @@ def _of_source(source: Source, use: ModelUse) -> Footprint:
 def cache_type(path: Path, use: ModelUse) -> str:
     """What its keys and values are stored as."""
     source = open_source(path)
-    graph, _ = once("onnx products False None", path, lambda: _read(source))
+    graph, _ = once("onnx products False None False", path, lambda: _read(source))
     return OnnxSettings.checked(graph, source.config(), use).cache_type_k
 
 

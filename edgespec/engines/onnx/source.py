@@ -7,6 +7,7 @@ folder, since the library `tokenizers` reads a file of its own kind.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
@@ -47,6 +48,7 @@ from edgespec.platform.files import write_atomically
 from edgespec.platform.machine import usable_processors
 
 ALIGNMENT, TILE_ROWS = 64, 16  # bytes at which tiles begin, outputs of one
+_WIDE_BITS, _NARROW_BITS, _NARROW_BLOCK = 5, 4.5, 32  # a weight: from which on matrices of drafts are narrowed; of Q4_0
 CHUNK_BYTES = 4 << 20  # of a file that a thread packs at once
 KEPT, MOST_KEPT = "vocabularies", 16  # tokenizers in the cache folder, up to 20 MB each
 JSON_BYTES = 2  # of tokenizer.json, at most, for one of a GGUF's header
@@ -102,13 +104,16 @@ class Source(ABC):
         return 0
 
 
-def open_source(path: Path) -> Source:
-    """Raises ModelNotFound and ModelFileError, and for a GGUF CapabilityError where our kernels do not run it."""
+def open_source(path: Path, *, is_draft: bool = False) -> Source:
+    """`is_draft`: of another model, so that a GGUF's weights are made narrow.
+
+    Raises ModelNotFound and ModelFileError, and for a GGUF CapabilityError where our kernels do not run it.
+    """
     try:
         str(path).encode()
     except UnicodeEncodeError as exc:
         raise ModelFileError(f"{str(path)!a} is not valid UTF-8: rename the folder of the model") from exc
-    return ExportFolder(path) if path.suffix == ".onnx" else GgufFile(path)
+    return ExportFolder(path) if path.suffix == ".onnx" else GgufFile(path, is_narrow=is_draft)
 
 
 class ExportFolder(Source):
@@ -152,7 +157,7 @@ class ExportFolder(Source):
 class GgufFile(Source):
     """A GGUF on our kernels, or the layer in it that predicts a further token (`nextn`). Raises as `open_source`."""
 
-    def __init__(self, path: Path, *, nextn: bool = False) -> None:
+    def __init__(self, path: Path, *, nextn: bool = False, is_narrow: bool = False) -> None:
         self.path, self.files = path, model_files(path)
         self.model = readable_model(path, nextn=nextn)
         config = self.model.config
@@ -164,6 +169,7 @@ class GgufFile(Source):
         self._given: dict[str, NDArray[np.uint8]] = {}  # tiles of the model that it drafts for
         self._folder: Path | None = None
         self._is_part = False  # of a model that is in memory
+        self.is_narrow = is_narrow
 
     @property
     def folder(self) -> Path:  # type: ignore[override]
@@ -238,7 +244,7 @@ class GgufFile(Source):
 
     def reused_bytes(self) -> int:
         weights, matrices = (
-            GgufTiles(self.model),
+            self._weights(),
             (name for name, (info, _) in self.model.tensors.items() if len(info.shape) > 1),
         )
         return sum(map(weights.num_bytes, matrices if self._is_part else self._reused()))
@@ -252,12 +258,16 @@ class GgufFile(Source):
 
     def _write(self, cells: int) -> tuple[Any, MemoryWriter]:
         config = replace(self.model.config, max_positions=max(cells, 1))
-        data, weights = MemoryWriter(), GgufTiles(self.model)
+        data, weights = MemoryWriter(), self._weights()
         return llama_graph(config, data, lambda nodes: Tiles(weights, nodes)), data
 
     def weight_bytes(self, graph: Graph) -> int:
         reused = self._reused()
-        return sum(tensor.num_bytes for name, (tensor, _) in self.model.tensors.items() if name not in reused)
+        weights, tensors = self._weights(), self.model.tensors
+        return sum(weights.file_bytes(tensor) for name, (tensor, _) in tensors.items() if name not in reused)
+
+    def _weights(self) -> GgufTiles:
+        return GgufTiles(self.model, is_narrow=self.is_narrow)
 
     def arrays(self, cells: int) -> Mapping[str, NDArray[Any]]:
         _, data = self._write(cells)
@@ -293,13 +303,34 @@ def _layer_of(tensor: str) -> int:
 
 
 class GgufTiles(GgufTensors):
-    """`TiledWeights` of a GGUF."""
+    """`TiledWeights` of a GGUF; `is_narrow`: matrices of more bits are made Q4_0, as a draft is as good with them.
+
+    Of Qwen 0.5B's drafts for Qwen 1.5B as many tokens are right with Q4_0 as with its Q5_0, Q6_K and Q8_0 (4.50 of 6
+    instead of 4.57 in code, 2.45 instead of 2.43 in humanities), and a token takes .75 of the time.
+    """
+
+    def __init__(self, model: GgufModel, *, is_narrow: bool = False) -> None:
+        super().__init__(model)
+        self._is_narrow = is_narrow
+
+    def _is_made_narrow(self, tensor: TensorInfo) -> bool:
+        weights, inputs = math.prod(tensor.shape), tensor.shape[0]
+        is_wide = len(tensor.shape) == 2 and tensor.num_bytes > weights * _WIDE_BITS / 8
+        return self._is_narrow and is_wide and not inputs % _NARROW_BLOCK
+
+    def stored_kind(self, name: str) -> str:
+        """The type of a matrix's tiles."""
+        return "Q4_0" if self._is_made_narrow(self._matrix(name)[0]) else self.kind(name)
+
+    def file_bytes(self, tensor: TensorInfo) -> int:
+        """Bytes of a tensor in the file, or of what is made of it."""
+        return int(math.prod(tensor.shape) * _NARROW_BITS / 8) if self._is_made_narrow(tensor) else tensor.num_bytes
 
     def type_number(self, name: str) -> int:
-        return tiles.TYPES[self.kind(name)]
+        return tiles.TYPES[self.stored_kind(name)]
 
     def num_bytes(self, name: str) -> int:
-        found = tiles.packed_bytes(self.kind(name), *self.shape(name))
+        found = tiles.packed_bytes(self.stored_kind(name), *self.shape(name))
         assert found is not None, f"{name} was checked by readable_model"
         return found
 
@@ -308,9 +339,10 @@ class GgufTiles(GgufTensors):
         tile_bytes = self.num_bytes(name) // -(-outputs // TILE_ROWS)
 
         def fill(start: int, stop: int) -> None:
-            rows = self.some_rows(name, start, stop)
+            kind, stored, rows = self.kind(name), self.stored_kind(name), self.some_rows(name, start, stop)
+            made = rows if stored == kind else tiles.narrow(kind, rows, inputs)
             place = slice(start // TILE_ROWS * tile_bytes, -(-stop // TILE_ROWS) * tile_bytes)
-            if not tiles.pack(self.kind(name), rows, inputs, out[place]):
+            if made is None or not tiles.pack(stored, made, inputs, out[place]):
                 raise self.wrong_numbers(name)
 
         return [partial(fill, start, stop) for start, stop in self.spans(name, CHUNK_BYTES, TILE_ROWS)]

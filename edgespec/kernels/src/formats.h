@@ -146,6 +146,8 @@ int64_t packed_bytes(int32_t type, int64_t n, int64_t k);  // -1: unknown type o
 
 // Rows in a GGUF's layout -> tiles. False if a scale (or a weight of a float type) is not finite.
 bool pack(int32_t type, const uint8_t* rows, int64_t num_rows, int64_t k, uint8_t* tiles);
+// The same rows in Q4_0; k is a multiple of 32. False if a weight is not finite.
+bool narrow(int32_t type, const uint8_t* rows, int64_t num_rows, int64_t k, uint8_t* out);
 // Dequantised rows, with the roundings of ggml. False, and nothing written, if an id is out of range.
 bool lookup(int32_t type, const uint8_t* tiles, int64_t n, int64_t k, const int64_t* ids, int64_t count, float* out);
 

@@ -5,7 +5,7 @@
 
 using namespace edgespec;
 
-EXPORT int32_t edgespec_abi_version() { return 3; }
+EXPORT int32_t edgespec_abi_version() { return 4; }
 EXPORT const char* edgespec_path() { return path_in_use().name; }
 // 0 if this processor has that path.
 EXPORT int32_t edgespec_choose_path(const char* name) { return choose_path(name) ? 0 : -1; }
@@ -16,6 +16,11 @@ EXPORT int64_t edgespec_row_bytes(int32_t type, int64_t k) { return packed_bytes
 EXPORT int32_t edgespec_pack(int32_t type, const uint8_t* rows, int64_t num_rows, int64_t k, uint8_t* tiles) {
   if (packed_bytes(type, num_rows, k) < 0) return -1;
   return pack(type, rows, num_rows, k, tiles) ? 0 : 1;
+}
+// Rows of a GGUF -> the same in Q4_0. 1: a weight is not finite.
+EXPORT int32_t edgespec_narrow(int32_t type, const uint8_t* rows, int64_t num_rows, int64_t k, uint8_t* out) {
+  if (packed_bytes(type, num_rows, k) < 0 || k % 32) return -1;
+  return narrow(type, rows, num_rows, k, out) ? 0 : 1;
 }
 EXPORT int32_t edgespec_lookup(int32_t type, const uint8_t* tiles, int64_t n, int64_t k, const int64_t* ids, int64_t count, float* out) {
   return packed_bytes(type, n, k) < 0 || count < 0 || !lookup(type, tiles, n, k, ids, count, out) ? -1 : 0;

@@ -154,6 +154,39 @@ template <Type type> bool pack_blocks(const uint8_t* rows, int64_t num_rows, int
   return finite;
 }
 
+// The weights of a block of a GGUF's row.
+template <Type type> void decode(const uint8_t* p, float* y) {
+  constexpr Format f = format(type);
+  if constexpr (f.is_float()) *y = weight_at<type>(p, 0);
+  else {
+    Block b;
+    unpack<type>(p, &b);
+    const float d = f.has_powers() ? float_of_bits(uint32_t(*b.d) << 23) : half_at(b.d), min = f.has_mins ? half_at(b.min) : 0;
+    constexpr int group = f.is_super() ? f.group : f.inputs;
+    for (int g = 0; g < f.inputs / group; g++) {
+      const float scale = f.is_super() ? d * float(b.scales[g]) : d, least = !f.has_mins ? 0 : f.is_super() ? -(min * float(b.mins[g])) : min;
+      for (int i = g * group; i < (g + 1) * group; i++) y[i] = scale * float((f.table ? f.table[b.codes[i]] : b.codes[i]) - f.offset) + least;
+    }
+  }
+}
+// 32 weights -> a block of Q4_0: the one that is farthest from zero becomes -8. Returns whether all are finite.
+bool write_q4_0(const float* x, uint8_t* block) {
+  float high[8] = {}, low[8] = {}, none[8] = {};
+  for (int i = 0; i < 32; i += 8) for (int j = 0; j < 8; j++) {
+    high[j] = x[i + j] > high[j] ? x[i + j] : high[j];
+    low[j] = x[i + j] < low[j] ? x[i + j] : low[j];
+    none[j] += x[i + j] * 0.f;  // unless it is not finite
+  }
+  for (int j = 1; j < 8; j++) { high[0] = high[j] > high[0] ? high[j] : high[0]; low[0] = low[j] < low[0] ? low[j] : low[0]; none[0] += none[j]; }
+  const float d = (high[0] > -low[0] ? high[0] : low[0]) / -8.f, inverse = d != 0 ? 1.f / d : 0;
+  const uint16_t half = half_of(d);
+  memcpy(block, &half, 2);
+  uint8_t codes[32];
+  for (int i = 0; i < 32; i++) { const float q = x[i] * inverse + 8.5f; codes[i] = uint8_t(q < 15.f ? q : 15.f); }
+  for (int i = 0; i < 16; i++) block[2 + i] = uint8_t(codes[i] | codes[16 + i] << 4);
+  return none[0] == 0 && is_finite(block);
+}
+
 template <Type type> void look_up_row(const uint8_t* tile, int output, int64_t blocks, float* y) {
   constexpr Format f = format(type);
   for (int64_t b = 0; b < blocks; b++, tile += f.tile_bytes(), y += f.inputs) {
@@ -182,6 +215,19 @@ bool pack(int32_t type, const uint8_t* rows, int64_t num_rows, int64_t k, uint8_
   return with_type(type, [&](auto constant) {
     if constexpr (format(constant).is_float()) return pack_floats<constant>(rows, num_rows, k, tiles);
     else return pack_blocks<constant>(rows, num_rows, k, tiles);
+  });
+}
+bool narrow(int32_t type, const uint8_t* rows, int64_t num_rows, int64_t k, uint8_t* out) {
+  return with_type(type, [&](auto constant) {
+    constexpr Format f = format(constant);
+    bool finite = true;
+    float weights[256];
+    for (int64_t i = 0; i < num_rows * k; i += f.inputs) {
+      const int at = int(i % 256);
+      decode<constant>(rows + i / f.inputs * f.row_bytes, weights + at);
+      for (int b = (at + f.inputs) % 32 ? 256 : at / 32 * 32; b < at + f.inputs; b += 32, out += 18) finite &= write_q4_0(weights + b, out);
+    }
+    return finite;
   });
 }
 bool lookup(int32_t type, const uint8_t* tiles, int64_t n, int64_t k, const int64_t* ids, int64_t count, float* out) {
