@@ -170,7 +170,7 @@ def _heads_to_pull(aim: Aim) -> Iterator[Candidate]:
 
 def _forecast(share: float, aim: Aim) -> float:
     """The best expected speedup over draft lengths, 1 where no length gains, of a draft of that share of the target."""
-    pass_s = CostCurve.guessed(guessed_plain_s(aim.bytes)).table()
+    pass_s = CostCurve(guessed_plain_s(aim.bytes)).table()
     token_s = DraftCost.guessed(share).token_s * pass_s[1]
     lengths = range(1, 13)
     return max(1.0, *(expected_speedup(ASSUMED_ACCEPTANCE, length, pass_s, token_s) for length in lengths))

@@ -51,7 +51,7 @@ def test_show_tells_where_a_model_comes_from_and_what_is_not_known():
     said = run("show", "qwen3-8b").stdout
     assert "source: Qwen/Qwen3-8B-GGUF, Q4_K_M" in said
     assert "verified: no" in said and "get it: edgespec pull qwen3-8b" in said
-    assert "edgespec export Qwen/Qwen3-8B --draft AngelSlim/Qwen3-8B_eagle3" in said
+    assert "eagle3 head: AngelSlim/Qwen3-8B_eagle3" in said
     assert str(TARGET) in run("show", "demo").stdout
     failed = run("show", "nothing-like-it")
     assert failed.exit_code == 2 and failed.stderr.startswith("error: no model 'nothing-like-it'")

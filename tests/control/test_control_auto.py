@@ -38,6 +38,7 @@ from simulation import (
     beta_chances,
     bursts,
     honest,
+    known_curve,
     made_up,
     opposite,
     recorded,
@@ -155,7 +156,7 @@ def test_never_slower_where_a_plain_pass_was_measured_in_a_bad_moment(curve: str
     world = World(Machine(CURVES[curve]))
     controller = world.auto()
     true_s = {width: world.machine.curve().at(width) for width in CURVES[curve]}
-    controller.costs.curve = CostCurve({**true_s, 1: true_s[2]})
+    controller.costs.curve = known_curve({**true_s, 1: true_s[2]})
     assert plain_s / world.run(controller, texts) >= 0.98
 
 
@@ -211,7 +212,7 @@ def test_a_dear_draft_is_tried_in_the_first_answer_that_it_could_be_for(prompt: 
     """Of a draft model of .4 of its target nothing is known yet, and each token costs more to read than it allows."""
     world = World(Machine(KERNELS), draft_share=0.3)
     reader = PartReader(world.clock, 0.3 * PLAIN_S, 0.05 * PLAIN_S)
-    costs = RunCosts(CostCurve.guessed(PLAIN_S), {"model": DraftCost.guessed(0.4)})
+    costs = RunCosts(CostCurve(PLAIN_S), {"model": DraftCost.guessed(0.4)})
     controller = AutoController({"model": reader}, costs, 0.1, world.clock)
     texts = [made_up(160, repeat(0.9), honest, 0, prompt)]
     assert world.plain_s(texts) / world.run(controller, texts) >= 1.2

@@ -10,7 +10,6 @@ import pytest
 import edgespec
 from edgespec import Sampling
 from edgespec.control.confidence import outcomes
-from edgespec.control.cost import CostCurve
 from edgespec.control.prices import Prices, RunCosts, best_length, best_nodes, least_ahead, path_products
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.lookahead import LookaheadDrafter
@@ -25,7 +24,7 @@ from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, Verdict
 from lossless import VOCABULARY
-from simulation import Timed, Watched
+from simulation import Timed, Watched, known_curve
 from tiny_heads import drafter_of, table_heads
 
 #     0 - 1 - 2
@@ -82,7 +81,7 @@ def test_auto_takes_trees_where_rows_are_cheap_and_only_there(
     engine.row_s = row_s
     for module in ("generation.run_state", "generation.decode"):
         monkeypatch.setattr(f"edgespec.{module}.perf_counter", lambda: engine.now_s)
-    curve = CostCurve({1: 1.0, 65: 1.0 + 64 * row_s})
+    curve = known_curve({1: 1.0, 65: 1.0 + 64 * row_s})
     drafters = {each.name: each for each in make(engine)}
     controller = Watched(drafters, RunCosts(curve, {}), clock=lambda: engine.now_s)
     cached = CachedSequence(engine)
@@ -110,7 +109,7 @@ def test_auto_joins_drafters_of_many_rows_where_a_row_costs_next_to_nothing(
 ) -> None:
     pool = demo._pool
     pool.drafter("tree")  # asked for by name before: that changes nothing
-    monkeypatch.setitem(pool.costs.__dict__, "curve", CostCurve({1: 1.0, 2: 1.1, 9: 2.6}))
+    monkeypatch.setitem(pool.costs.__dict__, "curve", known_curve({1: 1.0, 2: 1.1, 9: 2.6}))
     assert set(pool.names) == {"suffix", "model"}
-    monkeypatch.setitem(pool.costs.__dict__, "curve", CostCurve({1: 1.0, 9: 1.2}))
+    monkeypatch.setitem(pool.costs.__dict__, "curve", known_curve({1: 1.0, 9: 1.2}))
     assert set(pool.names) == {"suffix", "model", "tree", "lookahead"}

@@ -282,7 +282,7 @@ def test_a_guess_is_timed_for_each_number_of_threads() -> None:
     """One thread, on a machine that was busy from the start, must not tell what passes of two cost."""
     clock = Clock()
     drafter = TracedDrafter(clock, 0.002, 0.0002)
-    curve = CostCurve.guessed(0.05)
+    curve = CostCurve(0.05)
     controller = AutoController({"model": drafter}, RunCosts(curve, {}, 2), 0.02, clock)
     controller.costs.use_threads(1)
     simulate(controller, TEXTS[0], Machine(FLAT, plain_s=2 * PLAIN_S), clock)

@@ -10,7 +10,7 @@ import pytest
 
 from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
-from edgespec.control.cost import CostCurve, DraftCost
+from edgespec.control.cost import DraftCost
 from edgespec.control.prices import RunCosts
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.heads import DFlashDrafter, Eagle3Drafter, HeadDrafter
@@ -20,6 +20,7 @@ from edgespec.errors import Cancelled
 from edgespec.sampling import Sampler
 from edgespec.types import Draft, TokenIds
 from lossless import run_once
+from simulation import known_curve
 from table_engine import TableEngine
 from tiny_heads import LAYERS, OpenBlock, OpenHead
 
@@ -185,10 +186,9 @@ def test_a_draft_of_any_length_costs_the_same() -> None:
 
 def test_the_controller_prices_a_block_once() -> None:
     drafters = {"dflash": DFlashDrafter(OpenBlock(64), max_features=64)}
-    controller = AutoController(drafters, RunCosts(CostCurve({1: 0.01, 16: 0.02}), {}))
+    controller = AutoController(drafters, RunCosts(known_curve({1: 0.01, 16: 0.02}), {}))
     assert controller.costs.drafts["dflash"].is_once
     controller.costs.use_threads(2)
-    controller.costs.follow_threads()
     assert controller.costs.draft("dflash").is_once
 
 
