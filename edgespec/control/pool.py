@@ -63,7 +63,7 @@ class ModelCosts:
     @cached_property
     def drafts(self) -> dict[str, DraftCost]:
         """What the tokens of each drafter with a model cost, as far as known."""
-        engines = {name: drafter.engine for name, drafter in self._drafters.items()}
+        engines: dict[str, Engine | None] = {name: drafter.engine for name, drafter in self._drafters.items()}
         costs = {name: self._known_draft(name, engine) for name, engine in engines.items() if engine is not None}
         if self.curve.is_scaled:
             for cost in costs.values():
