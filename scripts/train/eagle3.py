@@ -350,7 +350,7 @@ def _embedding_of(plan: HeadPlan, target: Checkpoint, token_ids: NDArray[np.int3
 def _defined(plan: HeadPlan, target_folder: Path, token_ids: NDArray[np.int32], states: Matrix) -> Reference:
     """What the definition scores behind every pair of a text, by the tokens that it can draft."""
     target, width, sizes = Checkpoint.open(target_folder), plan.target_width, _manifest(plan, target_folder)
-    arrays = {name: plan.weights(name) for name in plan.tensors if name not in OPTIONAL}
+    arrays: dict[str, Any] = {name: plan.weights(name) for name in plan.tensors if name not in OPTIONAL}
     arrays["frequencies"] = rotary_frequencies(plan.checkpoint.config, sizes.head_dim)
     places = [sorted(plan.layers).index(each) for each in plan.layers]
     features = np.concatenate([states[:-1, place * width : (place + 1) * width] for place in places], axis=1)

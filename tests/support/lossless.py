@@ -139,7 +139,7 @@ def side_branches(draft: Draft) -> int:
 def paths(draft: Draft) -> Iterator[tuple[list[int], list[int]]]:
     """(tokens of the path to a node, tokens of its children in order) of all nodes with children."""
     for node in range(-1, draft.num_tokens):
-        path, at = [], node
+        path, at = list[int](), node
         while at >= 0:
             path, at = [int(draft.token_ids[at]), *path], int(draft.parents[at])
         children = draft.token_ids[draft.children_of(node)].tolist()
