@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgespec.config.habits import did_you_mean
 from edgespec.config.options import Sampling
+from edgespec.config.table import did_you_mean
 from edgespec.errors import ConfigError, PromptError
 from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.platform.files import read_text

@@ -14,19 +14,12 @@ from edgespec.cli import FilePath, aligned, printable, say
 from edgespec.cli.terminal import note
 from edgespec.config.options import LoadOptions
 from edgespec.config.sources import resolve
-from edgespec.corpus.learnt import LearntTexts
-from edgespec.corpus.store import DamagedError, vocabulary_key
-from edgespec.corpus.texts import (
-    MAX_BUDGET_BYTES,
-    Corpus,
-    CorpusText,
-    Documents,
-    check_budget,
-    check_name,
-)
+from edgespec.corpus.store import DamagedError, LearntTexts, vocabulary_key
+from edgespec.corpus.texts import MAX_BYTES, Corpus, CorpusText, Documents, check_name, check_size
 from edgespec.drafters.spec import learnt_texts
 from edgespec.errors import ConfigError, StateError
-from edgespec.loading.opening import open_vocabulary
+from edgespec.loading.drafts import open_vocabulary
+from edgespec.loading.registry import resolve as find_pair
 from edgespec.platform.files import resolved
 from edgespec.types import TokenIds
 from edgespec.vocabulary import Vocabulary
@@ -43,7 +36,7 @@ def command(context: click.Context) -> None:
     """Texts on this disk to draft from. They change the speed of an answer, never its words.
 
     There are two kinds, each stored per vocabulary in the folder `texts` of EDGESPEC_HOME or of your data folder:
-    what you add here, and the answers of chat and generate with --learn, the latest 262144 tokens of the last 180 days.
+    what you add here, and the answers of chat and generate with --learn, the latest 262144 tokens.
     Drafter suffix uses both. Without --learn no answer is stored; prompts never are. `edgespec corpus rm --learnt`
     deletes stored answers.
     """
@@ -55,26 +48,19 @@ def command(context: click.Context) -> None:
 @click.argument("paths", nargs=-1, required=True, type=FilePath(), metavar="PATH...")
 @_MODEL
 @click.option("--name", help="Name of the text.  [default: that of the file or folder]")
-@click.option(
-    "--budget",
-    type=click.IntRange(1, MAX_BUDGET_BYTES // _MIB),
-    metavar="MIB",
-    help="Maximum memory for all texts together, from now on.  [default: 64]",
-)
-def add(paths: tuple[Path, ...], model: str | None, name: str | None, budget: int | None) -> int:
-    """Add files of text or code, or folders of them. Adding a path again replaces it."""
+def add(paths: tuple[Path, ...], model: str | None, name: str | None) -> int:
+    """Add files of text or code, or folders of them, 256 MiB of memory in all. Adding a path again replaces it."""
     if name is not None and len(paths) > 1:
         raise ConfigError(f"--name is for one text, but {len(paths)} paths are given: add them one by one")
-    budget_bytes = None if budget is None else budget * _MIB
     sources = [Documents(path) for path in paths]  # all of them are there before any is read
     with _opened(model) as (vocabulary, corpus, _):
         for documents in sources:
             chosen = resolved(documents.path).name if name is None else name
             check_name(chosen)
-            ids = _encoded(documents, vocabulary, corpus, budget_bytes)
-            added = corpus.add(chosen, str(resolved(documents.path)), ids, budget_bytes)
-            if documents.left_out:
-                note(f"left out: {_reasons(documents)}")
+            ids = _encoded(documents, vocabulary)
+            added = corpus.add(chosen, str(resolved(documents.path)), ids)
+            if documents.num_left_out:
+                note(f"left out as no text: {documents.num_left_out} of the files or folders in it")
             say(f"added for {_name_of(model)}: {_described(added)}")
     return 0
 
@@ -92,11 +78,9 @@ def ls(model: str | None) -> int:
         for line in aligned(rows, right=(1, 2, 3)) if texts else ():
             click.echo(line)
         total = sum(text.num_bytes for text in texts)
-        say(
-            f"corpus for {_name_of(model)}: {total / _MIB:.1f} of {corpus.budget_bytes() / _MIB:.0f} MiB, {corpus.path}"
-        )
-        kept = learnt.kept()
-        say(f"learnt: {kept.num_tokens} tokens of {kept.num_answers} answers, {learnt.path}")
+        say(f"corpus for {_name_of(model)}: {total / _MIB:.1f} of {MAX_BYTES / _MIB:.0f} MiB, {corpus.path}")
+        answers = learnt.read()
+        say(f"learnt: {sum(map(len, answers))} tokens of {len(answers)} answers, {learnt.path}")
     return 0
 
 
@@ -126,7 +110,8 @@ def _name_of(model: str | None) -> str:
 def _opened(model: str | None) -> Iterator[tuple[Vocabulary, Corpus, LearntTexts]]:
     """The vocabulary of `model` and what is kept in it."""
     options = LoadOptions(**resolve({"model": model}).part("load"))
-    with open_vocabulary(options) as (_, vocabulary):
+    pair = find_pair(options.model, options.draft, options.engine)
+    with open_vocabulary(pair.files["target"]) as vocabulary:
         try:
             yield vocabulary, Corpus(vocabulary_key(vocabulary), vocabulary.size), learnt_texts(vocabulary)
         except DamagedError as exc:
@@ -134,25 +119,17 @@ def _opened(model: str | None) -> Iterator[tuple[Vocabulary, Corpus, LearntTexts
             raise StateError(f"{exc}; {fix}") from exc
 
 
-def _encoded(documents: Documents, vocabulary: Vocabulary, corpus: Corpus, budget_bytes: int | None) -> list[TokenIds]:
-    """The token ids of each document. Raises ConfigError when there is none, or as soon as the budget is exceeded."""
-    name = str(resolved(documents.path))
-    others = [text for text in corpus.texts() if text.source != name]
+def _encoded(documents: Documents, vocabulary: Vocabulary) -> list[TokenIds]:
+    """The token ids of each document. Raises ConfigError when there is none, or as soon as they are too many."""
     found: list[TokenIds] = []
     num_tokens = 0
-    for _, text in documents:
+    for text in documents:
         found.append(np.array(vocabulary.encode(text), np.int32))
-        num_tokens += found[-1].size + 1
-        so_far = CorpusText("", name, 0.0, len(found), num_tokens)
-        check_budget(so_far, others, budget_bytes or corpus.budget_bytes())
+        num_tokens += found[-1].size
+        check_size(str(documents.path), num_tokens)
     if not found:
-        raise ConfigError(f"{documents.path} contains no text ({_reasons(documents)}): give a folder that does")
+        raise ConfigError(f"{documents.path} contains no text in UTF-8: give a folder that does")
     return found
-
-
-def _reasons(documents: Documents) -> str:
-    counts = sorted(documents.left_out.items())
-    return ", ".join(f"{count} {'file' if count == 1 else 'files'}: {reason}" for reason, count in counts) or "empty"
 
 
 def _date_of(seconds: float) -> str:

@@ -12,9 +12,7 @@ from edgespec.cli.shell import models, run_command
 from edgespec.cli.status import waiting
 from edgespec.cli.terminal import note
 from edgespec.installation import quoted
-from edgespec.loading.draft_ranking import ASSUMED_ACCEPTANCE, Aim, Candidate, find_aim, rank
-
-_WORTH = 1.02
+from edgespec.loading.drafts import Aim, Candidate, find_aim, rank
 
 
 @click.command("drafts", short_help="Rank the draft models and heads for a target.")
@@ -23,14 +21,13 @@ _WORTH = 1.02
 def command(target: str, as_json: bool) -> int:
     """Rank draft models and heads for TARGET: those on this machine and those to pull.
 
-    Compares vocabularies, heads and targets as loading does, sizes, memory and a forecast of the speed. The last line
-    is the command to run. TARGET is a name, a file or a folder.
+    Compares vocabularies, heads and targets as loading does, sizes and memory; bench measures what a draft gains. The
+    last line is the command to run. TARGET is a name, a file or a folder.
     """
     with waiting("comparing vocabularies"):
         aim = find_aim(target)
         found = rank(aim)
-    usable = (each for each in found if each.is_same and not each.why_not and each.fits is not False)
-    best = next((each for each in usable if each.speedup >= _WORTH), None)
+    best = next((each for each in found if each.is_same and not each.why_not), None)
     commands = _commands(aim, target, best)
     if as_json:
         drafts = [dataclasses.asdict(each) | {"path": each.path and str(each.path)} for each in found]
@@ -40,9 +37,7 @@ def command(target: str, as_json: bool) -> int:
     for number, each in enumerate(found, 1):
         click.echo(f"  {number}. {_sentence(each, aim)}")
     if best is None:
-        note("none is expected to gain: lookups, which need no model, draft instead")
-    else:
-        note(f"a forecast from sizes, if {ASSUMED_ACCEPTANCE:.0%} of a draft are accepted")
+        note("none can be used: lookups, which need no model, draft instead")
     for line in commands:
         click.echo(line)
     return 0
@@ -60,15 +55,13 @@ def _commands(aim: Aim, target: str, best: Candidate | None) -> list[str]:
 
 
 def _sentence(each: Candidate, aim: Aim) -> str:
-    """Its name, size and place, what is expected of it, and why."""
+    """Its name, size and place, and how it compares."""
     path = each.path
     is_below = path is not None and str(path) == each.name and path.is_relative_to(Path.cwd())
     name = str(path.relative_to(Path.cwd())) if path is not None and is_below else each.name
     size = f"{each.bytes / 1e6:.0f} MB, {each.bytes / aim.bytes:.0%} of the target" if each.bytes else "size not known"
     said = [f"{name}: {size}", "here" if path else "to pull"]
-    said += ["does not fit into the free memory beside it"] if each.fits is False else []
     if each.why_not:
         return f"{', '.join(said)}; cannot draft: {', '.join(filter(None, (each.vocabulary, each.why_not)))}"
-    said += [f"about {each.speedup:.2f} times the speed" if each.speedup >= _WORTH else "no faster"]
-    said += [] if each.keeps_kernels else ["with llama.cpp"]
+    said += ["with llama.cpp"] if each.leaves_kernels else []
     return f"{', '.join(said)}; {each.vocabulary if each.is_head else f'vocabulary: {each.vocabulary}'}"

@@ -93,7 +93,7 @@ class CommandGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0] = ALIASES.get(args[0], args[0])
         if name not in COMMANDS and not name.startswith("-"):
-            from edgespec.config.habits import did_you_mean
+            from edgespec.config.table import did_you_mean
 
             known = did_you_mean(name, (*COMMANDS, *ALIASES)) or f"; known: {', '.join(COMMANDS)}"
             raise click.UsageError(f"no such command '{name}'{known}", ctx)
@@ -210,7 +210,7 @@ def exit_code(error: EdgespecError) -> int:
 def describe(error: click.ClickException) -> str:
     """click's message in one line; an unknown option names the nearest known one."""
     if isinstance(error, click.NoSuchOption) and error.ctx is not None:
-        from edgespec.config.habits import did_you_mean
+        from edgespec.config.table import did_you_mean
 
         known = [flag for p in error.ctx.command.get_params(error.ctx) for flag in (*p.opts, *p.secondary_opts)]
         flags = [flag for flag in known if flag.startswith("-")]

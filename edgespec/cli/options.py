@@ -12,10 +12,9 @@ from click.shell_completion import CompletionItem
 from edgespec.cli import FilePath, help_all_option, shows_all
 from edgespec.cli.shell import models
 from edgespec.cli.terminal import set_verbosity
-from edgespec.config.habits import CALLED, INSTEAD
 from edgespec.config.options import SETTINGS, Sampling
 from edgespec.config.sources import Settings, resolve
-from edgespec.config.table import Part, Setting
+from edgespec.config.table import CALLED, INSTEAD, Part, Setting
 from edgespec.errors import ConfigError
 
 

@@ -17,10 +17,9 @@ from edgespec.cli.options import sampling_of, show
 from edgespec.cli.session import open_session, require_chat_template, show_beginning
 from edgespec.cli.stdin import file_text
 from edgespec.cli.terminal import configuration_line, counted, reply, stats_lines
-from edgespec.config.habits import CALLED, did_you_mean
 from edgespec.config.options import BY_KEY, OF_ONE_MODEL, PRINTING, SETTINGS, STRUCTURE
 from edgespec.config.sources import Settings, find
-from edgespec.config.table import Setting
+from edgespec.config.table import CALLED, Setting, did_you_mean
 from edgespec.config.values import RANDOM_SEED
 from edgespec.errors import ConfigError, EdgespecError, StateError
 from edgespec.loading.registry import SUFFIXES, is_known

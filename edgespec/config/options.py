@@ -36,25 +36,22 @@ from edgespec.config.values import (
     RuleName,
     TensorOverrides,
     as_context_length,
-    as_devices,
     as_given,
     as_model,
     as_schema,
     as_texts,
-    at_least,
+    budget_bytes,
     device_names,
     experts_on_cpu,
-    from_to,
-    parse_budget,
+    number,
     parse_endpoints,
     refuses_unknown,
     tensor_overrides,
-    whole,
 )
 from edgespec.errors import ConfigError, SamplingError, name_option, shown
 
 Location = str | os.PathLike[str]
-MAX_TEMPERATURE = 100.0
+MAX_TEMPERATURE = 100
 _MAX_BIAS = 1e30  # finite in float32 even after a logit is added
 _MAX_WAIT_S = 10**9
 _model, _hardware, _speculation = Section("load", "Model"), Section("load", "Hardware"), Section("load", "Speculation")
@@ -100,21 +97,16 @@ class LoadKeywords(TypedDict, total=False):
 @refuses_unknown(ConfigError)
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Which models to load, and how. None means: choose by model and machine. Paths may be str.
+    """Which models to load, and how. None means: choose by model and machine. Paths may be str. --help says more.
 
-    `draft`, `medium`, `heads`: files to use instead of the pair's own. `context_length`: 0 for as many tokens as the
-    target was trained for, "auto" for the most that fit into memory with nothing else given up, None for the model's
-    own, but at most 4096. `parallel`: generations that can run at once (`Model.batch`), each with such a context;
+    `context_length`: 0 for as many tokens as the target was trained for, "auto" for the most that fit into memory with
+    nothing else given up. `parallel`: generations that can run at once (`Model.batch`), each with such a context;
     "auto": up to four where our kernels, which take memory as texts grow, run the model and all of it fits; else one.
     `gpu_layers`: -1 for all; "auto": as many of the target as its free memory holds, and the draft if it fits beside
     them; None: auto where this machine and llama.cpp's build have a GPU, unless the mode is to be reproducible.
-    `device`: names of llama.cpp's devices for these layers, separated by commas, or "none"; without `gpu_layers`, all
-    layers go there. `cpu_moe_layers`: how many layers, from the first, keep their experts in this machine's memory
-    while the rest of them is on a GPU; None: none, or with automatic `gpu_layers` as many as the GPU has no room for.
-    `override_tensor`: "REGEX=DEVICE[,...]", devices for tensors by their names, before `cpu_moe_layers`. `rpc`:
-    "HOST:PORT[,HOST:PORT...]" of servers that hold the layers of a GGUF target; the draft stays on this machine.
-    `memory`: "6GiB", "80%" of the free memory, "auto" for all of it, or bytes; options that are not given are reduced
-    to stay within it. None: the free memory, and only the draft model is left out.
+    `device`: without `gpu_layers`, all layers go there. `override_tensor`: before `cpu_moe_layers`. `rpc`: the draft
+    stays on this machine. `memory`: bytes, too; options that are not given are reduced to stay within it; None: the
+    free memory, and only the draft model is left out.
 
     `drafter`: auto chooses the drafter with the best expected speed, every round. `draft_length`: tokens, or nodes for
     a drafter that drafts trees if the target can score trees; auto chooses every round; a number with drafter auto
@@ -130,7 +122,7 @@ class LoadOptions:
     )
     medium: Path | None = _model(None, "--medium", "Model between draft and target, for --drafter hierarchical")
     exit_layer: int | None = _model(
-        None, "--exit-layer", "Draft with the first N layers of the target (early-exit)", check=at_least(1)
+        None, "--exit-layer", "Draft with the first N layers of the target (early-exit)", check=number(1)
     )
     heads: Path | None = _model(None, "--heads", "Heads file for --drafter medusa or eagle")
     chat_template_file: Path | None = _model(
@@ -147,44 +139,41 @@ class LoadOptions:
         check=as_context_length,
     )
     draft_context_length: int | None = _model(
-        None, "-cd --ctx-size-draft", "Context size of the draft model [the draft's, at most 4096]", check=at_least(16)
+        None, "-cd --ctx-size-draft", "Context size of the draft model [the draft's, at most 4096]", check=number(16)
     )
     engine: EngineName = _hardware("auto", "--engine", "Inference engine")
-    threads: int | None = _hardware(
-        None,
-        "-t --threads",
-        "CPU threads [free fast cores]",
-        basic=True,
-        check=at_least(1, "leave it out to use the free fast cores"),
-    )
-    parallel: NumSequences = _hardware(1, check=at_least(1, most=MAX_PARALLEL, words=("auto",)))
+    threads: int | None = _hardware(None, "-t --threads", "CPU threads [free fast cores]", basic=True, check=number(1))
+    parallel: NumSequences = _hardware(1, check=number(1, MAX_PARALLEL, words=("auto",)))
     gpu_layers: GpuLayers | None = _hardware(
         None,
         "-ngl --gpu-layers N",
         "GGUF: layers on the GPU, -1: all; auto: what fits",
         basic=True,
-        check=at_least(-1, words=("auto",)),
+        check=number(-1, words=("auto",)),
     )
     draft_gpu_layers: int | None = _hardware(
         None,
         "-ngld --gpu-layers-draft",
         "GGUF: layers of the draft model on the GPU [as --gpu-layers]",
-        check=at_least(-1),
+        check=number(-1),
     )
     device: str | None = _hardware(
         None,
         "-dev --device NAMES",
         "GGUF: devices for these layers, as doctor lists them, or none [all GPUs, with --gpu-layers]",
-        check=as_devices,
+        check=as_given(device_names),
     )
     draft_device: str | None = _hardware(
-        None, "-devd --device-draft NAMES", "GGUF: devices of the draft model [as --device]", check=as_devices
+        None,
+        "-devd --device-draft NAMES",
+        "GGUF: devices of the draft model [as --device]",
+        check=as_given(device_names),
     )
     cpu_moe_layers: int | None = _hardware(
         None,
         "-ncmoe --n-cpu-moe",
         "GGUF: keep the experts of the first N layers on the processor [with -ngl auto: what the GPU has no room for]",
-        check=at_least(0, most=999),
+        check=number(0, 999),
     )
     override_tensor: str | None = _hardware(
         None, "-ot --override-tensor REGEX=DEVICE,...", "GGUF: devices of tensors", check=as_given(tensor_overrides)
@@ -203,7 +192,7 @@ class LoadOptions:
         "--memory 6GiB|80%|auto",
         "Memory budget: a size, a share of the free memory, or auto [all free memory]",
         basic=True,
-        check=as_given(parse_budget),
+        check=as_given(budget_bytes),
     )
     drafter: DrafterName = _speculation("auto", "--drafter", "How tokens are drafted; none: not at all", basic=True)
     draft_length: DraftLength = _speculation(
@@ -211,13 +200,13 @@ class LoadOptions:
         "--draft-length --num-draft-tokens --draft-max N|auto",
         "Draft tokens per step",
         basic=True,
-        check=at_least(0, most=MAX_DRAFT_LENGTH, words=("auto",)),
+        check=number(0, MAX_DRAFT_LENGTH, words=("auto",)),
     )
     max_slowdown: float | None = _speculation(
         None,
         "--max-slowdown SHARE",
         "Caps the time that speculation can lose, as a share [0.02; 0.1 with AVX-512 VNNI]",
-        check=from_to(0, 1, "a fraction of time from 0 to 1"),
+        check=number(0, 1, is_whole=False),
     )
     verify: RuleName = _speculation("coupled", "--verify", "Rule that accepts or rejects draft tokens")
     reproducible: bool | None = _speculation(
@@ -264,13 +253,13 @@ class LoadOptions:
     @property
     def target_devices(self) -> tuple[str, ...] | None:
         """Names of the devices for the target's layers; None: llama.cpp's choice."""
-        return None if self.device is None else device_names("device", self.device)
+        return None if self.device is None else device_names(self.device)
 
     @property
     def draft_devices(self) -> tuple[str, ...] | None:
         """The same for draft models, which are placed as the target where nothing is said, but never on RPC servers."""
         if self.draft_device is not None:
-            return device_names("device-draft", self.draft_device)
+            return device_names(self.draft_device)
         return None if self.rpc is not None else self.target_devices
 
     @property
@@ -296,8 +285,8 @@ class LoadOptions:
         return 0 if self.rpc is not None else self.target_gpu_layers
 
 
-_limited = partial(from_to, error=SamplingError)
-_counted = partial(from_to, is_whole=True, error=SamplingError)
+_limited = partial(number, is_whole=False, error=SamplingError)
+_counted = partial(number, error=SamplingError)
 _bias = _limited(-_MAX_BIAS, _MAX_BIAS)
 _token_id = _counted(0, MAX_COUNT)
 
@@ -333,7 +322,7 @@ class Sampling:
         "--top-k",
         "Keep the N most likely tokens; 0 keeps all",
         basic=True,
-        check=_counted(-1, MAX_COUNT, hint="0 or -1 keeps all"),
+        check=_counted(-1, hint="0 or -1 keeps all"),
     )
     top_p: float = _sampling(
         0.95, "--top-p", "Keep the most likely tokens up to probability X; 1 keeps all", check=_limited(0, 1)
@@ -354,10 +343,7 @@ class Sampling:
         check=_limited(-100, 100),
     )
     penalty_window: int = _sampling(
-        64,
-        "--repeat-last-n",
-        "How many tokens count as recent; -1: all",
-        check=_counted(-1, MAX_COUNT, hint="-1 counts all of the context"),
+        64, "--repeat-last-n", "How many tokens count as recent; -1: all", check=_counted(-1)
     )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = _sampling(
@@ -414,20 +400,18 @@ class GenerateOptions:
         "-n --max-tokens",
         "Most tokens of an answer [until it ends]",
         basic=True,
-        check=at_least(1, "leave it out for an answer of any length, as -1 does"),
+        check=number(1, words=(NO_LIMIT,), hint="-1 is an answer of any length"),
     )
     stop: str | Sequence[str] = _answer(
         (), "--stop", "Text that ends the answer; repeatable", kind="texts", check=as_texts
     )
     ignore_eos: bool = _answer(False, "--ignore-eos", "Continue after end-of-text tokens")
     drafter: DrafterName | None = _answer(None)
-    draft_length: DraftLength | None = _answer(None, check=at_least(0, most=MAX_DRAFT_LENGTH, words=("auto",)))
+    draft_length: DraftLength | None = _answer(None, check=number(0, MAX_DRAFT_LENGTH, words=("auto",)))
     verify: RuleName | None = _answer(None)
     logprobs: bool = _answer(True)
-    top_logprobs: int = _answer(0, check=whole)
-    max_wait_s: float | None = _answer(
-        None, check=from_to(0, _MAX_WAIT_S, f"from 0 to {_MAX_WAIT_S} seconds, or None for no limit")
-    )
+    top_logprobs: int = _answer(0, check=number(0, MAX_TOP_LOGPROBS))
+    max_wait_s: float | None = _answer(None, check=number(0, _MAX_WAIT_S, is_whole=False))
     json_schema: Mapping[str, Any] | str | None = _answer(
         None,
         "--json-schema FILE|JSON",
@@ -447,11 +431,8 @@ class GenerateOptions:
         if self.max_tokens == NO_LIMIT and isinstance(self.max_tokens, int):
             object.__setattr__(self, "max_tokens", None)
         check_values(self)
-        if not 0 <= self.top_logprobs <= (MAX_TOP_LOGPROBS if self.logprobs else 0):
-            raise ConfigError(
-                f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, and 0 without logprobs, got "
-                f"{shown(self.top_logprobs)}"
-            )
+        if self.top_logprobs and not self.logprobs:
+            raise ConfigError(f"top_logprobs must be 0 without logprobs, got {self.top_logprobs}")
         self._check_structure()
 
     @property
@@ -513,38 +494,42 @@ class ServeOptions:
 
     `cors_origin`: web pages; `allowed_host`: names of this machine in the Host header; `idle_unload`: None or negative
     for never; `models_max`: models loaded at once.
-    Raises ConfigError for an empty name, for a host with a scheme, a port or a path, for 0 seconds, and for no model.
+    Raises ConfigError for an empty name, for 0 seconds, and for no model.
     """
 
     cors_origin: tuple[str, ...] = _serve(
-        (), "--cors-origin ORIGIN", "Web page that may call, * for all; repeatable [local ones]", basic=True
+        (),
+        "--cors-origin ORIGIN",
+        "Web page that may call, * for all; repeatable [local ones]",
+        basic=True,
+        check=as_texts,
     )
     allowed_host: tuple[str, ...] = _serve(
         (),
         "--allowed-host NAME",
         "Name by which clients may call this machine; repeatable [local ones; any with another --host]",
         basic=True,
+        check=as_texts,
     )
     idle_unload: float | None = _serve(
-        None, "--idle-unload S", "Unload a model after S seconds without a request [never]", basic=True
+        None,
+        "--idle-unload S",
+        "Unload a model after S seconds without a request [never]",
+        basic=True,
+        check=number(-_MAX_WAIT_S, _MAX_WAIT_S, is_whole=False),
     )
     models_max: int = _serve(
         1,
         "--models-max --max-models",
         "Of several models, how many may be loaded at once",
         basic=True,
-        check=at_least(1, "it is how many of the served models may be loaded at once"),
+        check=number(1),
     )
 
     def __post_init__(self) -> None:
         check_values(self)
-        if not all((*self.cors_origin, *self.allowed_host)):
-            raise ConfigError("cors-origin and allowed-host must not be empty: leave them out for local ones only")
-        for host in self.allowed_host:
-            if "/" in host or host.count(":") == 1:  # several are those of an IPv6 address
-                raise ConfigError(f"allowed-host {host!r} must be a name alone, such as models.example, without a port")
-        if self.idle_unload is not None and not (math.isfinite(self.idle_unload) and self.idle_unload):
-            raise ConfigError(f"idle-unload {self.idle_unload:g} must be a number of seconds, or -1 for never")
+        if self.idle_unload == 0:
+            raise ConfigError("idle-unload must be a number of seconds, or -1 for never, got 0")
 
     @property
     def idle_unload_s(self) -> float | None:

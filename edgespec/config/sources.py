@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgespec.config.habits import did_you_mean
 from edgespec.config.options import BY_KEY, SETTINGS
-from edgespec.config.table import Part, Setting
+from edgespec.config.table import Part, Setting, did_you_mean
 from edgespec.errors import ConfigError
 from edgespec.platform.files import exists, expanded, is_file, read_text, user_folder
 
@@ -61,7 +60,8 @@ def resolve(
     """Merge `flags` (by setting name; None, False for absent texts: not given), environment and config file.
 
     `config_file` None: the file that EDGESPEC_CONFIG names (empty: none), else the user's own if there is one.
-    Raises ConfigError for an unknown key, a wrong type, or a file that cannot be read.
+    Raises ConfigError for an unknown key, a wrong value, or a file that cannot be read; SamplingError for a wrong value
+    of a setting of sampling.
     """
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
@@ -98,17 +98,12 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any, str]]:
             continue
         setting = BY_KEY.get(key.lower())
         if setting is None:
-            raise ConfigError(f"unknown environment variable {variable}{_nearest_variable(key)}")
+            hint = did_you_mean(key, map(str.upper, BY_KEY)) or "; unset it"
+            raise ConfigError(f"unknown environment variable {variable}{hint}")
         if not text and setting.kind not in ("text", "texts", "contents"):
             continue  # as good as unset
         found.append((setting.name, setting.read(text, variable), variable))
     return found
-
-
-def _nearest_variable(key: str) -> str:
-    """What may be meant by EDGESPEC_`key`: the prefix, which all share, makes no two of them alike."""
-    near = did_you_mean(key, [*BY_KEY, *PLACES]).split("'")
-    return f"; did you mean '{ENVIRONMENT_PREFIX}{near[1].upper()}'?" if len(near) > 1 else "; unset it"
 
 
 def _from_file(path: Path) -> list[tuple[str, Any, str]]:

@@ -1,23 +1,22 @@
 """One option is one field of a dataclass: a `Section` puts its flags, help and check beside its type and default.
 
 The command line's flags and --help, the environment's variables, the config file's keys, the chat's `/set` and the
-checks of Python's keywords are all read from there.
+checks of Python's keywords are all read from there. Words that users of llama.cpp, Ollama, LM Studio and mlx-lm type by
+habit are told what they are called here.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Hashable
+import difflib
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from edgespec.config.habits import did_you_mean
-from edgespec.config.values import Check, as_path, as_switch, as_text, one_of
-from edgespec.errors import ConfigError
+from edgespec.config.values import Check, as_path, as_switch, as_text
+from edgespec.errors import ConfigError, shown
 from edgespec.platform.files import expanded, read_text
 
 Part = Literal["load", "sampling", "generate", "session", "serve"]
@@ -25,14 +24,6 @@ Group = Literal["Model", "Speculation", "Sampling", "Answer", "Output", "Hardwar
 Kind = Literal["text", "path", "integer", "number", "switch", "texts", "word", "contents"]
 _KINDS: dict[Any, Kind] = {bool: "switch", int: "integer", float: "number", str: "text", Path: "path"}
 _CHECKS: dict[Kind, Check] = {"switch": as_switch, "path": as_path, "text": as_text, "contents": as_text}
-# What a config file may hold beside texts, and how messages call it.
-_FORMS: dict[Kind, tuple[tuple[type, ...], str]] = {
-    "integer": ((int,), "a whole number"),
-    "number": ((int, float), "a number"),
-    "switch": ((bool,), "true or false"),
-    "texts": ((list,), "a text or a list of texts"),
-    "word": ((int,), "a whole number or a text"),
-}
 _SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 Value = TypeVar("Value")
 
@@ -104,38 +95,30 @@ class Setting:
         return tuple(dict.fromkeys(key.replace("-", "_") for key in (*long_flags, self.name)))
 
     def read(self, value: Any, source: str) -> Any:
-        """A text, or a value of a TOML file, as the right Python value. Raises ConfigError naming `source`."""
+        """A text, or a value of a TOML file, as the right Python value.
+
+        Raises ConfigError, or SamplingError, naming `source`.
+        """
         if isinstance(value, str):
-            return self._spelled(value, source)
-        types, form = _FORMS.get(self.kind, ((), "a text"))
-        is_listed = not isinstance(value, list) or all(isinstance(each, str) for each in value)
-        if type(value) not in types or not is_listed:  # exactly: to isinstance, a bool is an int
-            raise ConfigError(f"{source}: {value!r} has the wrong type; expected {form}")
-        return tuple(value) if isinstance(value, list) else float(value) if self.kind == "number" else value
+            value = self._spelled(value, source)
+        elif isinstance(value, list):
+            value = tuple(value)
+        return self.check(source, value) if self.check else value
 
     def _spelled(self, text: str, source: str) -> Any:
-        try:
-            if self.kind in ("integer", "number"):
-                return int(text) if self.kind == "integer" else float(text)
-        except ValueError:
-            raise ConfigError(f"{source}: {text!r} is not {_FORMS[self.kind][1]}") from None
-        if self.kind == "word":
-            return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text  # which the field's check looks at
+        """What `text` is for this kind of option; itself where it is nothing of the kind, which the check says."""
         if self.kind == "switch":
-            if text.lower() not in _SWITCHES:
-                raise ConfigError(f"{source}: {text!r} is neither on nor off; allowed: {', '.join(_SWITCHES)}")
-            return _SWITCHES[text.lower()]
+            return _SWITCHES.get(text.lower(), text)
         if self.kind == "texts":
             return (text,)
         if self.kind == "contents":
-            return _contents(text, source, is_json=self.name == "json_schema")
-        return self._chosen(text, source)
-
-    def _chosen(self, text: str, source: str) -> str | Path:
-        if self.choices and text not in self.choices:
-            hint = did_you_mean(text, self.choices)
-            raise ConfigError(f"{source}: {text!r} is not known; allowed: {', '.join(self.choices)}{hint}")
-        return expanded(text) if self.kind == "path" else text
+            return _contents(text, source)
+        if self.kind == "path":
+            return expanded(text)
+        try:
+            return float(text) if self.kind == "number" else int(text) if self.kind in ("integer", "word") else text
+        except ValueError:
+            return text
 
 
 @cache
@@ -149,6 +132,16 @@ def settings_of(owner: Hashable) -> tuple[Setting, ...]:
             about["check"] = about["check"] or (one_of(*choices) if choices else _CHECKS.get(kind))
             found.append(Setting(each.name, each.default, kind, choices, **about))
     return tuple(found)
+
+
+def one_of(*allowed: str) -> Check:
+    def check(name: str, value: object) -> object:
+        if not isinstance(value, str) or value not in allowed:
+            hint = did_you_mean(value, allowed) if isinstance(value, str) else ""
+            raise ConfigError(f"{name} {shown(value)} is not known; allowed: {', '.join(allowed)}{hint}")
+        return value
+
+    return check
 
 
 def _kind_of(annotation: Any) -> tuple[Kind, tuple[str, ...]]:
@@ -170,19 +163,76 @@ def check_values(options: object) -> None:
             object.__setattr__(options, setting.name, setting.check(setting.name, value))
 
 
-def _contents(text: str, source: str, *, is_json: bool) -> str:
+def _contents(text: str, source: str) -> str:
     """What a file holds; `text` itself where it is a JSON object and so no name of a file. Raises ConfigError."""
     if text.lstrip().startswith("{"):
         return text
     try:
-        found = read_text(expanded(text))
-        if is_json:
-            json.loads(found)
-        return found
-    except json.JSONDecodeError as exc:
-        raise ConfigError(f"{source}: the file {text!r} is not valid JSON: {exc}") from exc
-    except RecursionError:
-        return found  # nested too deeply, which is said where schemas are checked
+        return read_text(expanded(text))
     except (OSError, ValueError) as exc:  # ValueError: no UTF-8, a NUL in the name
         reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{source}: the file {text!r} cannot be read: {reason}") from exc
+
+
+def _by_word(said: Mapping[str, str]) -> Mapping[str, str]:
+    """By each word, what is said for the words that stand together."""
+    return MappingProxyType({word: text for words, text in said.items() for word in words.split()})
+
+
+# Commands and options, without dashes in front.
+CALLED = _by_word(
+    {
+        "interactive repl": "chat",
+        "complete completion ask": "run",
+        "models": "ls",
+        "get download install": "pull",
+        "delete uninstall": "rm",
+        "import": "add",
+        "convert quantize quantise": "export",
+        "info": "show",
+        "n-predict predict num-predict max-new-tokens": "max-tokens",
+        "ctx context context-length ctx-len num-ctx max-kv-size": "ctx-size",
+        "gpu ngl n-gpu-layers num-gpu": "gpu-layers",
+        "draft draft-n draft-min draft-num": "draft-length",
+        "sys system-prompt": "system",
+        "nothink no-think reasoning-budget": "no-thinking",
+        "num-thread": "threads",
+        "prompt-cache": "session",
+        "reverse-prompt r": "stop",
+    }
+)
+# What is done in another way here.
+INSTEAD = _by_word(
+    {
+        "f file prompt-file": "-p - < FILE reads the prompt from a file",
+        "cnv conversation i": "edgespec chat holds a conversation, run answers once",
+        "hf hf-repo": "edgespec pull gets a model from the hub",
+        "lora lora-scaled adapter": "adapters are not applied here: merge them into the model (llama.cpp's "
+        "llama-export-lora)",
+        "keepalive keep-alive": "a model stays loaded for as long as its command runs",
+        "format": """--json-schema '{"type": "object"}' answers with any JSON object""",
+        "cp create": "edgespec add FILE --name NAME; what a Modelfile sets are options, or lines of config.toml",
+        "version": "edgespec --version",
+        "ps stop": "nothing stays loaded when a command ends; edgespec ls lists models",
+    }
+)
+_LEAST_ALIKE = 0.7  # two letters of four that are swapped (temp, tmep) are .75 alike
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """'; did you mean ...?' with the nearest of `known`, or nothing when none is near.
+
+    A word of another program has its name here, or says how the same is done, before any that looks alike.
+    """
+    by_bare = {_bare(option): option for option in sorted(set(known))}
+    habit = _bare(name)
+    if CALLED.get(habit) in by_bare:
+        return f"; did you mean '{by_bare[CALLED[habit]]}'?"
+    if habit in INSTEAD and not {"chat", "ctx-size"}.isdisjoint(by_bare):
+        return f"; {INSTEAD[habit]}"
+    near = difflib.get_close_matches(habit, by_bare, n=1, cutoff=_LEAST_ALIKE)
+    return f"; did you mean '{by_bare[near[0]]}'?" if near else ""
+
+
+def _bare(name: str) -> str:
+    return name.lstrip("-/").lower().replace("_", "-")

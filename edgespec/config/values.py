@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import wraps
 from numbers import Real
 from pathlib import Path
@@ -86,15 +86,6 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def one_of(*allowed: str) -> Check:
-    def check(name: str, value: object) -> object:
-        if not isinstance(value, str) or value not in allowed:
-            raise ConfigError(f"{name} {shown(value)} is not known; allowed: {', '.join(allowed)}")
-        return value
-
-    return check
-
-
 def as_switch(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be True or False, got {shown(value)}")
@@ -146,43 +137,22 @@ def as_schema(name: str, value: object) -> str:
     return text
 
 
-def whole(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"{name} must be a whole number, got {shown(value)}")
-    return value
-
-
-def at_least(least: int, hint: str = "", *, most: int = MAX_COUNT, words: tuple[str, ...] = ()) -> Check:
-    """A whole number, or one of `words`. `hint`: what to do instead of a limit such as -1 for none."""
-
-    def check(name: str, value: object) -> object:
-        if isinstance(value, str) and value in words:
-            return value
-        if words and not isinstance(value, int):
-            raise ConfigError(f"{name} must be {' or '.join(words)} or a whole number, got {shown(value)}")
-        number = whole(name, value)
-        if number < least:
-            raise ConfigError(f"{name} must be at least {least}, got {shown(number)}{hint and f'; {hint}'}")
-        if number > most:
-            raise ConfigError(f"{name} must be at most {most}, got {shown(number)}")
-        return number
-
-    return check
-
-
-def from_to(
+def number(
     least: float,
-    most: float,
-    what: str = "",
-    hint: str = "",
+    most: float = MAX_COUNT,
     *,
-    is_whole: bool = False,
+    is_whole: bool = True,
+    words: tuple[str | int, ...] = (),
+    hint: str = "",
     error: type[EdgespecError] = ConfigError,
 ) -> Check:
-    """A number as Python's own, also one of numpy. `what` says which, with its limits; `hint`: what others may mean."""
-    said = what or (f"a whole number from {least} to {most}" if is_whole else f"a number from {least:g} to {most:g}")
+    """A number as Python's own, also one of numpy, or one of `words`. `hint`: what others may mean."""
+    limits = f"from {least} to {most}" if most != MAX_COUNT else f"of at least {least}"
+    said = " or ".join((*map(str, words), f"a {'whole ' if is_whole else ''}number {limits}"))
 
     def check(name: str, value: object) -> object:
+        if isinstance(value, str | int) and not isinstance(value, bool) and value in words:
+            return value
         found = value.item() if isinstance(value, Real) and hasattr(value, "item") else value
         if not is_number(found) or (is_whole and isinstance(found, float)) or not least <= found <= most:  # or NaN
             raise error(f"{name} must be {said}, got {shown(value)}{hint and f'; {hint}'}")
@@ -191,12 +161,12 @@ def from_to(
     return check
 
 
+_context_length = number(16, words=("auto", "max", 0), hint="0 or max is the model's own, auto the largest that fits")
+
+
 def as_context_length(name: str, value: object) -> object:
-    if isinstance(value, str) and value in ("auto", "max"):
-        return value if value == "auto" else 0
-    if whole(name, value) == 0:
-        return value
-    return at_least(16, "0 or max is the model's own, auto the largest that fits into memory")(name, value)
+    found = _context_length(name, value)
+    return 0 if found == "max" else found
 
 
 def as_given(parse: Callable[[object], object]) -> Check:
@@ -209,16 +179,11 @@ def as_given(parse: Callable[[object], object]) -> Check:
     return check
 
 
-def as_devices(name: str, value: object) -> object:
-    device_names(name, value)
-    return value
-
-
-def device_names(name: str, text: object) -> tuple[str, ...]:
-    """Names of devices that have commas between them; "none": no device."""
-    names = tuple(part.strip() for part in as_text(name, text).split(","))
-    if not all(names):
-        raise ConfigError(f"{name} {shown(text)} is not a device: edgespec doctor lists them, none means the processor")
+def device_names(text: object) -> tuple[str, ...]:
+    """Names of devices that have commas between them; "none": no device. Raises ConfigError."""
+    names = tuple(part.strip() for part in text.split(",")) if isinstance(text, str) else ()
+    if not names or not all(names):
+        raise ConfigError(f"{shown(text)} is not a device: edgespec doctor lists them, none means the processor")
     return () if text == "none" else names
 
 
@@ -257,36 +222,23 @@ _UNITS |= {f"{letter}{rest}": 1024**power for power, letter in enumerate("kmgt",
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([a-z]*|%)")
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryBudget:
-    """How much memory a loaded pair may take: `num_bytes`, or `share` of what the machine has free."""
+def budget_bytes(given: object, free_bytes: int | None = None) -> int | None:
+    """How much memory a loaded pair may take, in bytes; None for `auto`, which is all that is free.
 
-    num_bytes: int | None = None
-    share: float = 1.0
-
-    def of(self, free_bytes: int | None) -> int | None:
-        """In bytes, where `free_bytes` are free; None where neither is known."""
-        if self.num_bytes is not None:
-            return self.num_bytes
-        return None if free_bytes is None else int(self.share * free_bytes)
-
-
-def parse_budget(given: object) -> MemoryBudget:
-    """`auto` (all that is free), a share such as 80%, a size such as 6GiB, 6G, 1.5GB or 512MB, or whole bytes.
-
-    G and GiB are 1024^3 bytes, GB is 1000^3. Raises ConfigError.
+    `given`: a share of `free_bytes` such as 80%, a size such as 6GiB, 6G, 1.5GB or 512MB, or whole bytes; G and GiB are
+    1024^3 bytes, GB is 1000^3. None for a share where it is not known what is free, too. Raises ConfigError.
     """
     if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
-        return MemoryBudget(given)
+        return given
     text = given.strip().lower() if isinstance(given, str) else ""
     if text == "auto":
-        return MemoryBudget()
+        return None
     if found := _SIZE.fullmatch(text):
-        number, unit = float(found[1]), found[2]
-        if unit == "%" and 0 < number <= 100:
-            return MemoryBudget(share=number / 100)
-        if number * _UNITS.get(unit, 0) >= 1:
-            return MemoryBudget(int(number * _UNITS[unit]))
+        count, unit = float(found[1]), found[2]
+        if unit == "%" and 0 < count <= 100:
+            return None if free_bytes is None else int(count / 100 * free_bytes)
+        if count * _UNITS.get(unit, 0) >= 1:
+            return int(count * _UNITS[unit])
     raise ConfigError(
         f"memory {shown(given)} is not a size; allowed: auto, a share of the free memory such as 80%, or a size such "
         "as 6GiB, 6G or 512MB"

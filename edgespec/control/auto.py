@@ -315,12 +315,14 @@ class AutoController(Controller):
     def _learn_paid(self, paid: Offer, decided: Round, record: RoundRecord, rows_s: float) -> None:
         """A paid drafter's cost and gain, and what the round gained by it over the best free draft.
 
-        `rows_s`: seconds that the pass took longer than a plain one. A stall is not the drafter's.
+        `rows_s`: seconds that the pass took longer than a plain one. A stall is not the drafter's. Without it there
+        would be plain rounds: at the running rate, which it has raised itself, a good one would use up its allowance.
         """
         state, rate, best = self._states[paid.drafter], decided.prices.rate, decided.best
-        gained = -rate * min(paid.seconds, (1.0 + c.LATE) * paid.expected_s)
+        plain_rate = 1.0 / decided.prices.pass_s[1]
+        gained = -plain_rate * min(paid.seconds, (1.0 + c.LATE) * paid.expected_s)
         if record.drafter == paid.drafter:
-            gained += record.accepted_tokens - rate * rows_s - (0.0 if best is None else best.gain)
+            gained += record.accepted_tokens - plain_rate * rows_s - (0.0 if best is None else best.gain)
         if not record.is_disturbed:
             paid.cost.observe(paid.draft.num_tokens, paid.num_uncached, paid.seconds)
         net = paid.gain - rate * paid.cost.of(paid.draft.num_tokens, 0)

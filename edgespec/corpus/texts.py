@@ -1,44 +1,35 @@
 """The corpus: the user's own documents and code as token ids of one vocabulary, with a suffix index, stored on disk.
 
-Text files and folders of them are read; files that are not text are skipped and counted. A folder for each vocabulary
-holds a file per text, the size limit, and the index of all texts, which is made again where it is not theirs. All of it
-is read into memory, not memory-mapped: if another program truncated a mapped file, the process would crash. The corpus
-therefore has a size limit in bytes.
+Text files and folders of them are read. One file for each vocabulary holds all texts and their index; whoever adds or
+removes a text writes all of it, and of two that do so at once the later one wins. It is read into memory, not
+memory-mapped: if another program truncated a mapped file, the process would crash. Hence the limit of its size.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
 import os
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from edgespec.corpus.index import BYTES_PER_TOKEN, SuffixIndex, joined, sorted_places
+from edgespec.corpus.index import BYTES_PER_TOKEN, END_OF_TEXT, SuffixIndex, joined, sorted_places
 from edgespec.corpus.store import DamagedError, checked_ids, read_arrays, remove, texts_folder, write_arrays
-from edgespec.errors import ConfigError, StateError
-from edgespec.platform.files import exists, is_file, is_folder, write_atomically
+from edgespec.errors import ConfigError
+from edgespec.platform.files import exists, is_file, is_folder
 from edgespec.types import TokenIds
 
-logger = logging.getLogger("edgespec")
 MAX_FILE_BYTES = 32 << 20
-_SNIFFED_BYTES = 8192
-DEFAULT_BUDGET_BYTES = 64 << 20
-MAX_BUDGET_BYTES = 4 << 30
+MAX_BYTES = 256 << 20  # of all texts together, with their index
 MAX_NAME_LENGTH = 100
-_MIB = 1 << 20
-_INDEX, _BUDGET = "index.npz", "budget.json"
 
 
 class Documents:
-    """The text files at or below `path`, read one by one; `left_out` counts skipped files by reason.
+    """The text files at or below `path`, read one by one; `num_left_out` counts files and folders that were skipped.
 
     Raises ConfigError if `path` does not exist, or is a file that cannot be read or is not text.
     """
@@ -47,47 +38,36 @@ class Documents:
         if not exists(path):
             raise ConfigError(f"no file or folder {str(path)!r}: give a text file or a folder of text files")
         self.path = path
-        self.left_out: Counter[str] = Counter()
+        self.num_left_out = 0
 
-    def __iter__(self) -> Iterator[tuple[Path, str]]:
-        """(file, its text), sorted by name. Skips hidden files and folders, and links."""
+    def __iter__(self) -> Iterator[str]:
+        """The texts, sorted by name. Skips hidden files and folders, and links."""
         if not is_folder(self.path):
-            text, reason = read_text(self.path)
-            if reason:
-                raise ConfigError(f"{self.path} is {reason}: give a file of text in UTF-8")
-            yield self.path, text
+            if not (text := _text_in(self.path)):
+                raise ConfigError(f"{self.path} holds no text: give a file of text in UTF-8, of at most 32 MiB")
+            yield text
             return
-        for folder, subfolders, names in os.walk(self.path, onerror=self._count_folder):
+        for folder, subfolders, names in os.walk(self.path, onerror=self._leave_out):
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
             for name in sorted(name for name in names if not name.startswith(".")):
                 file = Path(folder) / name
-                text, reason = read_text(file) if not file.is_symlink() else ("", "a link")
-                if reason:
-                    self.left_out[reason] += 1
+                if not file.is_symlink() and (text := _text_in(file)):
+                    yield text
                 else:
-                    yield file, text
+                    self._leave_out()
 
-    def _count_folder(self, error: OSError) -> None:
-        self.left_out[f"unreadable, {error.strerror}"] += 1
+    def _leave_out(self, error: OSError | None = None) -> None:
+        self.num_left_out += 1
 
 
-def read_text(path: Path) -> tuple[str, str]:
-    """(text of the file, ""), or ("", the reason why it is skipped)."""
+def _text_in(path: Path) -> str:
+    """The text of a file; empty for one that cannot be read, is too large, or holds no text in UTF-8."""
     try:
-        if not is_file(path):
-            return "", "not a regular file"
-        if path.stat().st_size > MAX_FILE_BYTES:
-            return "", f"larger than {MAX_FILE_BYTES >> 20} MiB"
-        contents = path.read_bytes()
-    except OSError as exc:
-        return "", f"unreadable, {exc.strerror}"
-    if b"\0" in contents[:_SNIFFED_BYTES]:
-        return "", "binary"
-    try:
-        text = contents.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return "", "not UTF-8"
-    return (text, "") if text.strip() else ("", "empty")
+        contents = path.read_bytes() if is_file(path) and path.stat().st_size <= MAX_FILE_BYTES else b""
+        text = "" if b"\0" in contents else contents.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return text if text.strip() else ""
 
 
 class CorpusText(NamedTuple):
@@ -106,128 +86,94 @@ class CorpusText(NamedTuple):
 
 
 class Corpus:
-    """The corpus for one vocabulary: `key` as `vocabulary_key` gives it, `size` ids. `path`: its folder."""
+    """The corpus for one vocabulary: `key` as `vocabulary_key` gives it, `size` ids. `path`: its file."""
 
     def __init__(self, key: str, size: int, folder: Path | None = None) -> None:
-        self.path = (folder or texts_folder()) / f"corpus-{key}"
+        self.path = (folder or texts_folder()) / f"corpus-{key}.npz"
         self._size = size
 
     def texts(self) -> list[CorpusText]:
-        """All texts, sorted by name. Raises StateError if one of them cannot be read."""
-        return sorted(_described(path, read_arrays(path, "about")[0].tobytes()) for path in self._files())
-
-    def budget_bytes(self) -> int:
-        """Size limit of all texts together, in bytes."""
+        """All texts, sorted by name. Raises StateError if the file cannot be read."""
+        if not exists(self.path):
+            return []
         try:
-            return msgspec.json.decode((self.path / _BUDGET).read_bytes(), type=int)
-        except (OSError, msgspec.DecodeError):
-            return DEFAULT_BUDGET_BYTES
+            return msgspec.json.decode(read_arrays(self.path, "about")[0].tobytes(), type=list[CorpusText])
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise DamagedError(self.path, str(exc)) from exc
 
-    def add(self, name: str, source: str, documents: list[TokenIds], budget_bytes: int | None = None) -> CorpusText:
+    def add(self, name: str, source: str, documents: Sequence[TokenIds]) -> CorpusText:
         """Store `documents` (each [n]) under `name`, replacing what the same source gave before.
 
-        `budget_bytes`: new size limit of the corpus. Raises ConfigError if the name is not valid or is taken, or the
-        limit would be exceeded; StateError if the file cannot be written. The corpus is then unchanged.
+        Raises ConfigError if the name is not valid or is taken, or the corpus would be too large; StateError if the
+        file cannot be written. The corpus is then unchanged.
         """
         check_name(name)
-        others, ids = self.texts(), joined(documents)
-        text = CorpusText(name, source, time.time(), len(documents), ids.size)
-        taken = next((other for other in others if other.name == name), None)
+        parts, ids = self._parts(), joined(documents)
+        taken = next((text for text in parts if text.name == name), None)
         if taken is not None and taken.source != source:
             raise ConfigError(
                 f"the corpus already has a text {name!r}, from {taken.source}: give this one another name with --name"
             )
-        check_budget(text, others, budget_bytes or self.budget_bytes())
-        about = np.frombuffer(json.dumps(text).encode(), np.uint8)
-        write_arrays(self._file_of(name), about=about, ids=ids)
-        if budget_bytes is not None:
-            write_atomically(self.path / _BUDGET, str(budget_bytes), private=True)
-        try:
-            self.index()  # sorted now, so that the next load need not
-        except StateError as exc:  # of another text: this one is stored
-            logger.warning("%s", exc)
-        return text
+        added = CorpusText(name, source, time.time(), len(documents), ids.size)
+        parts = {text: part for text, part in parts.items() if text.name != name} | {added: ids}
+        check_size(source, sum(text.num_tokens for text in parts))
+        self._write(parts)
+        return added
 
     def remove(self, name: str) -> CorpusText:
-        """Remove a text. Raises ConfigError if there is no such text, StateError if its file cannot be deleted."""
-        known = {text.name: text for text in self.texts()}
-        if name not in known:
-            raise ConfigError(f"the corpus has no {name!r}; it has: {', '.join(known) or 'nothing'}")
-        remove(self._file_of(name))
-        return known[name]
+        """Remove a text. Raises ConfigError if there is no such text, StateError if the file cannot be written."""
+        parts = self._parts()
+        found = next((text for text in parts if text.name == name), None)
+        if found is None:
+            known = ", ".join(text.name for text in parts) or "nothing"
+            raise ConfigError(f"the corpus has no {name!r}; it has: {known}")
+        del parts[found]
+        self._write(parts) if parts else self.clear()
+        return found
 
     def clear(self) -> bool:
         """Delete the corpus, damaged or not; returns False if there was none. Raises StateError."""
-        files = [*self._files(), self.path / _INDEX, self.path / _BUDGET]
-        return sum(map(remove, files)) > 0
+        return remove(self.path)
 
     def index(self) -> SuffixIndex | None:
-        """The suffix index of all texts; None if there are none.
-
-        Raises StateError if a text is damaged or of another vocabulary, or the size limit is exceeded.
-        """
-        texts = self.texts()
-        if not texts:
+        """The suffix index of all texts; None if there are none. Raises StateError if the file is damaged."""
+        if not exists(self.path):
             return None
-        total, budget = sum(text.num_bytes for text in texts), self.budget_bytes()
-        if total > budget:
-            raise StateError(f"the corpus takes {total / _MIB:.1f} MiB and its budget is {budget / _MIB:.1f} MiB")
-        ids = np.concatenate([self._ids_of(text) for text in texts])
-        return SuffixIndex(ids, self._order(ids)) if ids.size else None
+        ids, order = read_arrays(self.path, "ids", "order")
+        if ids.size != order.size:
+            raise DamagedError(self.path, "its index is of other texts")
+        return SuffixIndex(
+            checked_ids(self.path, ids, END_OF_TEXT, self._size), checked_ids(self.path, order, 0, ids.size)
+        )
 
-    def _order(self, ids: TokenIds) -> TokenIds:
-        """The suffix array [n] of all texts: the stored one where it is theirs."""
-        path, signature = self.path / _INDEX, np.frombuffer(hashlib.sha256(ids.tobytes()).digest(), np.uint8)
-        try:
-            stored, order = read_arrays(path, "signature", "order")
-            if np.array_equal(stored, signature) and order.size == ids.size:
-                return checked_ids(path, order, 0, ids.size)
-        except StateError:
-            pass
-        order = sorted_places(ids)
-        try:
-            write_arrays(path, signature=signature, order=order)
-        except StateError as exc:
-            logger.debug("the index of the corpus was not saved: %s", exc)
-        return order
+    def _parts(self) -> dict[CorpusText, TokenIds]:
+        """The token ids [n] of each text."""
+        if not (texts := self.texts()):
+            return {}
+        ids = checked_ids(self.path, read_arrays(self.path, "ids")[0], END_OF_TEXT, self._size)
+        ends = np.cumsum([text.num_tokens for text in texts])
+        return dict(zip(texts, np.split(ids, ends[:-1]), strict=True))
 
-    def _files(self) -> list[Path]:
-        return [path for path in self.path.glob("*.npz") if path.name != _INDEX]
-
-    def _file_of(self, name: str) -> Path:
-        return self.path / f"{hashlib.sha256(name.encode()).hexdigest()[:20]}.npz"
-
-    def _ids_of(self, text: CorpusText) -> TokenIds:
-        """The token ids [n] of a text. Raises StateError."""
-        path = self._file_of(text.name)
-        ids = checked_ids(path, read_arrays(path, "ids")[0], -1, self._size)
-        if ids.size != text.num_tokens:
-            raise DamagedError(path, "it holds another text than it says")
-        return ids
-
-
-def _described(path: Path, about: bytes) -> CorpusText:
-    try:
-        return msgspec.json.decode(about, type=CorpusText)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise DamagedError(path, str(exc)) from exc
+    def _write(self, parts: dict[CorpusText, TokenIds]) -> None:
+        texts = sorted(parts)
+        ids = np.concatenate([parts[text] for text in texts])
+        about = np.frombuffer(json.dumps(texts).encode(), np.uint8)
+        write_arrays(self.path, about=about, ids=ids, order=sorted_places(ids))
 
 
 def check_name(name: str) -> None:
     """Raise ConfigError unless `name` is printable, on one line and not an option."""
-    if not (0 < len(name) <= MAX_NAME_LENGTH and name.isprintable() and name == name.strip()):
-        raise ConfigError(f"{name!r} is not a valid name: give 1..{MAX_NAME_LENGTH} printable characters with --name")
-    if name.startswith("-"):
-        raise ConfigError(f"the name {name!r} would be taken for an option: give another with --name")
-
-
-def check_budget(text: CorpusText, others: list[CorpusText], budget_bytes: int) -> None:
-    """Raise ConfigError if `text` and the `others` with other names together exceed the size limit."""
-    taken = sum(other.num_bytes for other in others if other.name != text.name)
-    if taken + text.num_bytes > budget_bytes:
+    if not (0 < len(name) <= MAX_NAME_LENGTH and name.isprintable() and name == name.strip()) or name.startswith("-"):
         raise ConfigError(
-            f"{text.source} takes {text.num_bytes / _MIB:.1f} MiB with its index, but {taken / _MIB:.1f} MiB of the "
-            f"corpus's budget of {budget_bytes / _MIB:.1f} MiB are in use: add less, free space with edgespec corpus "
-            "rm NAME, or raise the budget with edgespec corpus add ... --budget "
-            f"{int((taken + text.num_bytes) / _MIB) + 1}"
+            f"{name!r} is not a valid name: give 1..{MAX_NAME_LENGTH} printable characters without a '-' in front with "
+            "--name"
+        )
+
+
+def check_size(source: str, num_tokens: int) -> None:
+    """Raise ConfigError if a corpus of so many tokens, with those of `source`, would be too large."""
+    if num_tokens * BYTES_PER_TOKEN > MAX_BYTES:
+        raise ConfigError(
+            f"with {source} the corpus would take more than {MAX_BYTES >> 20} MiB, {BYTES_PER_TOKEN} bytes a token: "
+            "add less, or free space with edgespec corpus rm NAME"
         )

@@ -19,7 +19,7 @@ from edgespec.platform.files import is_folder
 
 if TYPE_CHECKING:
     from edgespec.corpus.index import SuffixIndex
-    from edgespec.corpus.learnt import LearntTexts
+    from edgespec.corpus.store import LearntTexts
     from edgespec.drafters.base import Drafter
     from edgespec.vocabulary import Vocabulary
 
@@ -28,8 +28,7 @@ logger = logging.getLogger("edgespec")
 
 def learnt_texts(vocabulary: Vocabulary) -> LearntTexts:
     """What models wrote in `vocabulary` in earlier runs."""
-    from edgespec.corpus.learnt import LearntTexts
-    from edgespec.corpus.store import vocabulary_key
+    from edgespec.corpus.store import LearntTexts, vocabulary_key
 
     return LearntTexts(vocabulary_key(vocabulary), vocabulary.size)
 
@@ -75,7 +74,7 @@ MTP_FILE = Need("a multi-token prediction layer", "draft", "-md/--model-draft", 
 # In a draft model's place. A layer of `mtp` is in the target's own file where the pair has no such file.
 HEAD_FILES: Mapping[DrafterName, Need] = {"eagle3": EAGLE3_HEAD, "dflash": DFLASH_HEAD, "mtp": MTP_FILE}
 MEDIUM = Need("a medium model", "medium", "--medium", "medium", must_be_asked=True)
-EXIT = Need("an early exit of the target", "exit_layer", "--exit-layer", "target", must_be_asked=True)
+EXIT = Need("an early exit of a GGUF target", "exit_layer", "--exit-layer", "target", must_be_asked=True)
 HEADS = Need("heads", "heads", "--heads")
 MTP_LAYERS = Need("multi-token prediction layers in the target's own GGUF or beside it", "drafter", "--drafter mtp")
 

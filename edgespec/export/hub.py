@@ -17,7 +17,7 @@ from pathlib import Path
 from edgespec.config.options import Sampling
 from edgespec.config.values import is_number
 from edgespec.errors import DownloadError, ModelFileError, ModelNotFound, SamplingError
-from edgespec.loading.hub import describe, endpoint, failures, library, reason_of
+from edgespec.loading.hub import describe, endpoint, hub_errors, library
 
 SMALL_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
@@ -107,13 +107,8 @@ def hub_source(hub_id: str, revision: str) -> Source:
 
 
 def _fetched(hub_id: str, revision: str, name: str, commit: str) -> Path:
-    try:
+    with hub_errors(hub_id, revision):
         path = Path(library().hf_hub_download(hub_id, name, revision=revision, endpoint=endpoint()))
-    except failures() as error:
-        raise ModelNotFound(
-            f"{name} of {hub_id} could not be fetched from {endpoint()} ({reason_of(error)}): run the same command "
-            "again, finished files are kept"
-        ) from error
     if commit not in path.parts:
         raise ModelNotFound(f"{hub_id} changed at {endpoint()} while it was fetched: run the same command again")
     return path
@@ -121,20 +116,17 @@ def _fetched(hub_id: str, revision: str, name: str, commit: str) -> Path:
 
 def _cached_source(hub_id: str, revision: str, error: Exception) -> Source:
     """The cached copy of a model, used because of `error`. Raises ModelNotFound if there is none."""
-    hub, cause = library(), error.__cause__ or error
-    reach = f"the hub {endpoint()} cannot be reached ({reason_of(cause)})"
-    if isinstance(cause, hub.errors.OfflineModeIsEnabled):
-        reach = f"the hub {endpoint()} is switched off by HF_HUB_OFFLINE"
+    hub = library()
     try:
         folder = Path(hub.snapshot_download(hub_id, revision=revision, local_files_only=True))
         local = _sizes(folder)
     except (hub.errors.LocalEntryNotFoundError, ModelFileError) as problem:
         lacks = "is incomplete" if isinstance(problem, ModelFileError) else f"holds no copy of revision {revision!r}"
         raise ModelNotFound(
-            f"{hub_id}: {reach}, and {hub.constants.HF_HUB_CACHE} {lacks}. Fetch it once where there is a network (hf "
-            f"download {hub_id}), copy that cache here, or give a local folder"
+            f"{error}. {hub.constants.HF_HUB_CACHE} {lacks}: fetch it once where there is a network (hf download "
+            f"{hub_id}), copy that cache here, or give a local folder"
         ) from error
-    return Source(hub_id.rpartition("/")[2], folder, local, note=f"{reach}; using the cached copy {folder}")
+    return Source(hub_id.rpartition("/")[2], folder, local, note=f"using the cached copy {folder}: {error}")
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from edgespec.config.habits import did_you_mean
+from edgespec.config.table import did_you_mean
 from edgespec.config.values import EngineName
 from edgespec.errors import ConfigError
 

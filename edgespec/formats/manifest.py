@@ -204,12 +204,12 @@ def check_file(file: ModelFile, *, hashed: bool = True, is_large_too: bool = Fal
             )
 
 
-def read_pair(folder: Path, engine: str = "auto", *, check_hashes: bool = True) -> ModelPair:
+def read_pair(folder: Path, engine: str = "auto", *, check_hashes: bool = True, has_kernels: bool = False) -> ModelPair:
     """The pair that `folder/manifest.toml` describes, its files checked.
 
-    `engine` chooses among the files of a role; "auto" takes GGUF where there is one and llama.cpp is installed; a role
-    that the chosen engine lacks is taken from the other. Raises ModelFileError, CapabilityError for an engine without a
-    target.
+    `engine` chooses among the files of a role; "auto" takes GGUF where there is one and llama.cpp is installed or
+    `has_kernels`; a role that the chosen engine lacks is taken from the other. Raises ModelFileError, CapabilityError
+    for an engine without a target.
     """
     path = folder / MANIFEST
     values = _read(path)
@@ -227,7 +227,7 @@ def read_pair(folder: Path, engine: str = "auto", *, check_hashes: bool = True) 
             f"{folder.name} has no target for the engine {engine!r}, only for: {', '.join(engines)}. Use --engine "
             f"auto, or export one: edgespec export --to {'onnx' if engine == 'onnx' else 'gguf'}"
         )
-    runnable = [name for name in engines if has_engine(name)] or engines
+    runnable = [name for name in engines if has_engine(name) or (has_kernels and name == "llamacpp")] or engines
     chosen = runnable[0] if engine == "auto" or engine not in engines else engine
     files = {role: file for name in by_engine for role, file in by_engine[name].items()} | by_engine[chosen]
     heads = {str(kind): _model_file(path, entry, root, place) for kind, entry in values.heads.items()}

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import msgspec
 
 from edgespec.errors import ModelFileError, ModelNotFound, shown
 from edgespec.loading.hub import REPO, HubFile, endpoint
@@ -105,19 +106,14 @@ def _read(path: Path) -> Iterator[Entry]:
             raise ValueError(f"its format is {table['format']!r}, this edgespec reads {CATALOGUE_FORMAT}")
         shared = {key: table[key] for key in ("family", "licence")}
         for name, values in table["models"].items():
-            yield Entry(name=name, **{**shared, **_with_tables(values)})
-    except (OSError, ValueError, TypeError, KeyError) as exc:
+            yield msgspec.convert({"name": name, **shared, **values}, Entry)
+    except (OSError, ValueError, KeyError) as exc:  # ValueError: TOML, the format, msgspec's
         raise ModelFileError(f"{path} is damaged: {exc}; install edgespec again") from exc
 
 
-def _with_tables(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of an entry with its lists of tables as dataclasses."""
-    kinds: dict[str, Any] = {"files": HubFile, "heads": HeadSource}
-    made = {key: tuple(kind(**table) for table in values.get(key, ())) for key, kind in kinds.items()}
-    return {**values, **made}
-
-
 _HUBS = ("huggingface.co", "hf.co", "www.huggingface.co")
+# HOST/ORG/NAME, and behind /blob/ or /resolve/ a revision and a file.
+_ADDRESS = re.compile(r"https?://([^/]+)/([^/]+/[^/]+)(?:/(?:blob|resolve|raw|tree)/([^/]+)(?:/(.+))?)?/?")
 _NAME = re.compile(r"[^\W_]([\w.-]{0,98}[\w-])?")
 MOST_NAME_BYTES = 200  # file systems allow 255, and parts are added to it
 _RESERVED = re.compile(r"(con|prn|aux|nul|(com|lpt)\d)(\..*)?", re.IGNORECASE)  # Windows has devices of these names
@@ -186,27 +182,17 @@ def without_hub(text: str) -> str:
 
 def check_name(name: str) -> str:
     """`name`, if a folder may be called so. Raises ModelNotFound."""
-    if not _NAME.fullmatch(name) or _RESERVED.fullmatch(name):
-        raise ModelNotFound(f"{shown(name)} is not a valid name: use letters, digits, '.', '_' and '-'")
-    if len(name.encode()) > MOST_NAME_BYTES:
-        raise ModelNotFound(
-            f"{shown(name)} is too long for a folder: it has {len(name.encode())} bytes, at most {MOST_NAME_BYTES} are "
-            "allowed"
-        )
+    if not _NAME.fullmatch(name) or _RESERVED.fullmatch(name) or len(name.encode()) > MOST_NAME_BYTES:
+        raise ModelNotFound(f"{shown(name)} is not a valid name: use up to 100 letters, digits, '.', '_' and '-'")
     return name
 
 
 def _from_address(text: str) -> Reference:
-    """ORG/NAME, and behind /blob/ or /resolve/ a revision and a file."""
-    url = urlsplit(text)
-    if url.hostname not in (*_HUBS, urlsplit(endpoint()).hostname):
-        raise ModelNotFound(f"{text} is not on the hub ({endpoint()}): fetch the file yourself, then edgespec add FILE")
-    parts = [unquote(part) for part in url.path.strip("/").split("/")]
-    repo = "/".join(parts[:2])
-    if not REPO.fullmatch(repo):
+    found = _ADDRESS.fullmatch(unquote(text.partition("?")[0]))
+    if found is None or found[1] not in (*_HUBS, urlsplit(endpoint()).netloc) or not REPO.fullmatch(found[2]):
         raise ModelNotFound(
-            f"{text} does not name a repository: give one, as in https://huggingface.co/Qwen/Qwen3-8B-GGUF"
+            f"{text} is no repository of the hub ({endpoint()}): give one, as in "
+            "https://huggingface.co/Qwen/Qwen3-8B-GGUF, or fetch a file yourself, then edgespec add FILE"
         )
-    is_file = len(parts) > 4 and parts[2] in ("blob", "resolve", "raw")
-    revision = parts[3] if len(parts) > 3 and parts[2] in ("blob", "resolve", "raw", "tree") else ""
-    return Reference(text, None, repo, "/".join(parts[4:]) if is_file else "", "" if revision == "main" else revision)
+    revision = found[3] or ""
+    return Reference(text, None, found[2], found[4] or "", "" if revision == "main" else revision)

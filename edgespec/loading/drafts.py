@@ -1,28 +1,35 @@
-"""Draft models for a target: whether its vocabulary lets a draft model draft for it.
+"""Draft models and heads for a target: whether their vocabulary lets them draft for it, and which there are, ranked.
 
-A draft's cache counts in the target's token ids, or is mapped to them. `comparing` compares in the same way by files
-alone, before any model is loaded.
+A draft's cache counts in the target's token ids, or is mapped to them. The ranking compares by files alone, before any
+model is loaded; nobody knows what of a draft will be accepted, so that of those that fit the smallest comes first.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from edgespec.drafters.mapped import MappedSequence, VocabularyMap, map_vocabulary
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence
-from edgespec.errors import CapabilityError, EdgespecError, VocabularyMismatch
-from edgespec.formats.gguf.check import HEAD_NAMES, main_layers
+from edgespec.errors import CapabilityError, ConfigError, EdgespecError, VocabularyMismatch
+from edgespec.formats.gguf.check import HEAD_NAMES, main_layers, require_language_model
 from edgespec.formats.gguf.header import keeping_headers, read_header
 from edgespec.formats.gguf.heads import check_cache, head_kind_of, read_head
-from edgespec.formats.manifest import ModelFile
+from edgespec.formats.manifest import ModelFile, read_pair
+from edgespec.loading.catalogue import Entry, entries
+from edgespec.loading.engine_choice import has_fast_kernels, runs_on_kernels
+from edgespec.loading.own_models import files_of, fits
+from edgespec.loading.registry import is_known, models_folder, registered_folders, resolve
 from edgespec.loading.sample_prompts import PROMPTS
+from edgespec.platform.files import shipped_models
 from edgespec.vocabulary import Vocabulary, check_same_vocabulary
 
 LEAST_OVERLAP = 0.5  # share of a text's tokens that a draft with another vocabulary must have
+MOST_SHARE = 0.5  # of the target's bytes: a larger draft hardly gains
+_MOST_NEIGHBOURS = 20
 
 
 def draft_cache(target: Engine, draft: Engine, name: str) -> tuple[CachedSequence, str]:
@@ -34,7 +41,7 @@ def draft_cache(target: Engine, draft: Engine, name: str) -> tuple[CachedSequenc
     if not why:
         return CachedSequence(draft), ""
     mapping = map_vocabulary(target.vocabulary, draft)
-    in_text = mapping.share_of(target.vocabulary.encode(" ".join(prompt.text for prompt in PROMPTS)))
+    in_text = _share_of_text(target.vocabulary, mapping)
     overlap = f"{name} has {mapping.share:.1%} of the target's tokens, and {in_text:.1%} of those in ordinary text"
     if in_text < LEAST_OVERLAP:
         raise VocabularyMismatch(
@@ -42,6 +49,11 @@ def draft_cache(target: Engine, draft: Engine, name: str) -> tuple[CachedSequenc
             "family, or --drafter ngram, which needs none"
         )
     return MappedSequence(draft, mapping), f"{why}. {overlap}; it proposes no others"
+
+
+def _share_of_text(target: Vocabulary, mapping: VocabularyMap) -> float:
+    """The share of the tokens of ordinary text that the draft has."""
+    return mapping.share_of(target.encode(" ".join(prompt.text for prompt in PROMPTS)))
 
 
 def difference(target: Vocabulary, draft: Vocabulary) -> str:
@@ -55,48 +67,8 @@ def difference(target: Vocabulary, draft: Vocabulary) -> str:
     return ""
 
 
-class Comparison(NamedTuple):
-    """How a draft's vocabulary compares with the target's. `why_not`: why it cannot draft; empty where it can."""
-
-    text: str
-    is_same: bool = False
-    why_not: str = ""
-
-
-@contextlib.contextmanager
-def comparing(target: ModelFile) -> Iterator[Callable[[ModelFile], Comparison]]:
-    """A function that compares a draft with `target`. Raises ModelNotFound and ModelFileError for the target only."""
-    with contextlib.ExitStack() as stack, keeping_headers():
-        ours = _vocabulary(target.path, stack)
-
-        def compare(draft: ModelFile) -> Comparison:
-            try:
-                if draft.is_gguf and head_kind_of(draft.path):
-                    return check_head(target, draft)
-                with contextlib.ExitStack() as own:
-                    theirs = _vocabulary(draft.path, own)
-                    if ours is None or theirs is None:
-                        return Comparison("not compared: its engine is not installed")
-                    return _compare(ours, theirs)
-            except EdgespecError as exc:
-                return Comparison("", why_not=" ".join(str(exc).split()))
-
-        yield compare
-
-
-def _compare(ours: Vocabulary, theirs: Vocabulary) -> Comparison:
-    differs = difference(ours, theirs)
-    if not differs:
-        return Comparison("the same", is_same=True)
-    differs = differs.removeprefix("target and draft have different vocabularies: ")
-    text = ours.encode(" ".join(prompt.text for prompt in PROMPTS))
-    share = VocabularyMap(ours, theirs).share_of(text)
-    why_not = "too different" if share < LEAST_OVERLAP else ""
-    return Comparison(f"{differs}; {share:.0%} of the tokens of ordinary text can be drafted", why_not=why_not)
-
-
-def check_head(target: ModelFile, head: ModelFile) -> Comparison:
-    """How a head in GGUF compares, by headers alone. Raises CapabilityError for one of another target."""
+def check_head(target: ModelFile, head: ModelFile) -> str:
+    """What a head in GGUF is, by headers alone. Raises CapabilityError for one of another target."""
     kind = head_kind_of(head.path) or "mtp"  # which a file of that name should be: reading it says what it is
     if not target.is_gguf:
         raise CapabilityError(f"{head.path.name} is {HEAD_NAMES[kind]}, which needs a GGUF target")
@@ -106,26 +78,161 @@ def check_head(target: ModelFile, head: ModelFile) -> Comparison:
     if sizes.form == "gemma4":
         check_cache(head.path.name, read_header(head.path), header)
     sizes.check_fits(head.path.name, width if isinstance(width, int) else 0, main_layers(header), len(header.tokens))
-    return Comparison(f"{HEAD_NAMES[kind]} that fits", is_same=True)
+    return HEAD_NAMES[kind]
 
 
-def _vocabulary(path: Path, stack: contextlib.ExitStack) -> Vocabulary | None:
-    """The vocabulary of a model without its weights, open as long as `stack`; None without its engine's library."""
-    is_gguf = path.suffix == ".gguf"
+@contextlib.contextmanager
+def open_vocabulary(file: ModelFile) -> Iterator[Vocabulary]:
+    """The vocabulary of a model without its weights: as our kernels read it, of other GGUFs as llama.cpp does.
+
+    Raises ModelNotFound, ModelFileError, and CapabilityError where a library is missing.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            found = _own_tokenizer(file)
+        except CapabilityError:  # an architecture, or a tokenizer, that only llama.cpp has
+            if not file.is_gguf:
+                raise
+            from edgespec.engines.llamacpp.tokenizer import VocabularyFile
+
+            found = stack.enter_context(VocabularyFile(file.path))
+        yield found
+
+
+def _own_tokenizer(file: ModelFile) -> Vocabulary:
+    from edgespec.engines.onnx.graph import read_graph
+    from edgespec.engines.onnx.source import open_source
+    from edgespec.engines.onnx.tokenizer import TokenizerFile
+
+    source = open_source(file.path)
+    size = len(read_header(file.path).tokens) if file.is_gguf else read_graph(source).vocabulary_size
+    return TokenizerFile(source.folder, size)
+
+
+# Which drafts there are for a target
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """The target that drafts are sought for: a file on this machine, or an entry that is not pulled yet.
+
+    `own_draft`: the draft that it runs with where none is named.
+    """
+
+    name: str
+    bytes: int
+    file: ModelFile | None
+    entry: Entry | None
+    own_draft: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A draft model or head for the target. `vocabulary`: how it compares; `why_not`: empty for one that can be used.
+
+    `bytes`: 0 for a head to pull, whose size only the hub knows. `is_same`: both have the same vocabulary, or are of
+    one family. `path`: where it is here. `leaves_kernels`: it has llama.cpp run a target that our kernels would run.
+    """
+
+    name: str
+    bytes: int
+    vocabulary: str
+    is_same: bool = True
+    why_not: str = ""
+    path: Path | None = None
+    is_head: bool = False
+    leaves_kernels: bool = False
+
+
+def find_aim(text: str) -> Aim:
+    """The target that `text` names. Raises ModelNotFound, ConfigError for a draft without a target."""
+    if is_known(text) or text.lower() not in entries():
+        pair = resolve(text)
+        file = pair.files["target"]
+        made = file if file.parts else files_of(file.path)
+        entry = _entry_like(pair.name) or _entry_like(pair.target.name)
+        return Aim(pair.name, made.all_bytes, made, entry, pair.draft)
+    entry = entries()[text.lower()]
+    if entry.draft_only:
+        raise ConfigError(f"{entry.name} is only useful as a draft: give the target that it is for")
+    return Aim(entry.name, entry.guessed_bytes(), None, entry)
+
+
+def _entry_like(name: str) -> Entry | None:
+    """The entry whose name stands in that of a model or file, such as Meta-Llama-3.1-8B-Instruct-Q4_K_M.gguf."""
+    found = [entry for entry in entries().values() if entry.name in name.lower()]
+    return max(found, key=lambda entry: len(entry.name), default=None)
+
+
+def rank(aim: Aim) -> list[Candidate]:
+    """The drafts for a target: usable ones of its vocabulary that are here come first, then by size."""
+    found = [*_here(aim), *_to_pull(aim)]
+    too_large = "too large for the free memory beside the target"
+    found = [replace(c, why_not=c.why_not or too_large) if fits(aim.bytes + c.bytes) is False else c for c in found]
+    return sorted(found, key=lambda c: (bool(c.why_not), not c.is_same, c.path is None, c.leaves_kernels, c.bytes))
+
+
+def _here(aim: Aim) -> Iterator[Candidate]:
+    """Drafts among the files of this machine; each is compared with the target where that is here too."""
+    if aim.file is None:
+        return
+    with keeping_headers(), open_vocabulary(aim.file) as ours:
+        for name, file in _files_here(aim.file).items():
+            if file.all_bytes <= MOST_SHARE * aim.bytes:
+                yield _compared(Candidate(name, file.all_bytes, "", path=file.path), aim.file, ours, file)
+
+
+def _compared(candidate: Candidate, target: ModelFile, ours: Vocabulary, file: ModelFile) -> Candidate:
     try:
-        from edgespec.engines.onnx.graph import read_graph
-        from edgespec.engines.onnx.source import open_source
-        from edgespec.engines.onnx.tokenizer import TokenizerFile
+        if file.is_gguf and head_kind_of(file.path):
+            leaves_kernels = has_fast_kernels() and not runs_on_kernels(file.path)
+            said = f"{check_head(target, file)} that fits"
+            return replace(candidate, vocabulary=said, is_head=True, leaves_kernels=leaves_kernels)
+        with open_vocabulary(file) as theirs:
+            if not (differs := difference(ours, theirs)):
+                return replace(candidate, vocabulary="the same")
+            differs = differs.removeprefix("target and draft have different vocabularies: ")
+            share = _share_of_text(ours, VocabularyMap(ours, theirs))
+        said = f"{differs}; {share:.0%} of the tokens of ordinary text can be drafted"
+        why_not = "too different" if share < LEAST_OVERLAP else ""
+        return replace(candidate, vocabulary=said, is_same=False, why_not=why_not)
+    except EdgespecError as exc:
+        return replace(candidate, is_same=False, why_not=" ".join(str(exc).split()))
 
-        source = open_source(path)
-        size = len(read_header(path).tokens) if is_gguf else read_graph(source).vocabulary_size
-        return TokenizerFile(source.folder, size)
-    except CapabilityError:  # an architecture, or a tokenizer, that only llama.cpp has
-        if not is_gguf:
-            return None
-    try:
-        from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 
-        return stack.enter_context(VocabularyFile(path))
-    except CapabilityError:
-        return None
+def _files_here(target: ModelFile) -> dict[str, ModelFile]:
+    """Model files in registered models and beside the target, by the name to give for them; not the target's own.
+
+    Those of the demo family, which draft for nothing else, only for a target of it.
+    """
+    own = None if target.path.is_relative_to(shipped_models()) else models_folder()
+    seen = {target.path.resolve()}
+    found: dict[str, ModelFile] = {}
+    for name, folder in registered_folders().items():
+        with contextlib.suppress(EdgespecError):  # a damaged pair
+            pair = read_pair(folder, check_hashes=False) if own in (None, folder.parent) else None
+            for role, file in pair.files.items() if pair else ():
+                if file.path.resolve() not in seen:
+                    seen.add(file.path.resolve())
+                    found[name if role == "target" else str(file.path)] = file
+    beside = [path for path in target.path.parent.glob("*.gguf") if path.resolve() not in seen]
+    for path in sorted(beside, key=lambda each: each.stat().st_size)[:_MOST_NEIGHBOURS]:
+        with contextlib.suppress(EdgespecError):  # an mmproj or an embedding model, which is no draft of anything
+            require_language_model(path, read_header(path))
+            found[str(path)] = files_of(path)
+    return found
+
+
+def _to_pull(aim: Aim) -> Iterator[Candidate]:
+    """Heads that were published for the target, and smaller models of its family that `_here` does not compare."""
+    if aim.entry is None:
+        return
+    for head in aim.entry.heads:
+        why_not = "" if head.gguf else f"to be converted first: {head.command(aim.entry.name)}"
+        said, leaves_kernels = f"{head.kind} head made for {head.target}", head.kind != "mtp" and has_fast_kernels()
+        yield Candidate(head.gguf or head.repo, 0, said, True, why_not, None, True, leaves_kernels)
+    for entry in entries().values():
+        size = entry.guessed_bytes()
+        is_compared = aim.file is not None and is_known(entry.name)
+        if entry.family == aim.entry.family and size <= MOST_SHARE * aim.bytes and not is_compared:
+            yield Candidate(entry.name, size, f"family {entry.family}, compared once it is on this machine")

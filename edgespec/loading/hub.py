@@ -15,22 +15,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.errors import ConfigError, DownloadError, ModelFileError, ModelNotFound
+from edgespec.errors import DownloadError, ModelFileError, ModelNotFound, StateError
 from edgespec.formats.gguf.check import SPLIT_NAME
 
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_ADDRESS = re.compile(r"https?://[^/\s]")
+DISK_FIX = "free some space, or set EDGESPEC_MODELS to a folder on another disk"
 _TOKEN = "set HF_TOKEN to a token that may read it"
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a repository. `sha256` is known for large files, `blob_id` (git's SHA-1 of a blob) for all."""
+    """A file of a repository. `sha256` is known for large files."""
 
     path: str
     bytes: int
     sha256: str | None = None
-    blob_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +54,8 @@ def library() -> Any:  # a module whose HTTP library differs between releases
 
 
 def endpoint() -> str:
-    """The hub's address without a slash at its end. Raises ConfigError for an HF_ENDPOINT that is no address."""
-    found = (os.environ.get("HF_ENDPOINT") or str(library().constants.ENDPOINT)).strip().rstrip("/")
-    if not _ADDRESS.match(found):
-        raise ConfigError(
-            f"HF_ENDPOINT is {found[:80]!r}, which is not an address: write http:// or https:// and a host"
-        )
-    return found
+    """The hub's address without a slash at its end."""
+    return (os.environ.get("HF_ENDPOINT") or str(library().constants.ENDPOINT)).strip().rstrip("/")
 
 
 def describe(repo: str, revision: str) -> HubRepo:
@@ -73,12 +67,9 @@ def describe(repo: str, revision: str) -> HubRepo:
     files = {}
     for each in info.siblings or ():
         lfs = each.lfs or {}
-        files[each.rfilename] = HubFile(
-            each.rfilename, int(lfs.get("size") or each.size or 0), lfs.get("sha256"), each.blob_id
-        )
+        files[each.rfilename] = HubFile(each.rfilename, int(lfs.get("size") or each.size or 0), lfs.get("sha256"))
     card = info.card_data.to_dict() if info.card_data else {}
-    licence = card.get("license_name") or card.get("license") or ""
-    return HubRepo(repo, str(info.sha), files, licence if isinstance(licence, str) else ", ".join(map(str, licence)))
+    return HubRepo(repo, str(info.sha), files, str(card.get("license_name") or card.get("license") or ""))
 
 
 def address(repo: HubRepo, path: str) -> str:
@@ -87,37 +78,32 @@ def address(repo: HubRepo, path: str) -> str:
 
 @contextlib.contextmanager
 def hub_errors(repo: str, revision: str = "") -> Iterator[None]:
-    """Raises what goes wrong on the way to the hub as ModelNotFound or DownloadError that name `repo` and the fix."""
+    """Raises what goes wrong on the way to the hub as ModelNotFound or DownloadError that name `repo` and the fix.
+
+    An error of this machine's disk is a StateError.
+    """
     at, errors = endpoint(), library().errors
     known: dict[type[Exception], str] = {
         errors.GatedRepoError: f"{repo} at {at} is gated: accept its terms on the hub's page, and {_TOKEN}",
         errors.RepositoryNotFoundError: f"{at} has no model {repo!r} that this user may read: check the spelling, or "
         f"{_TOKEN}",
         errors.RevisionNotFoundError: f"{repo} at {at} has no revision {revision!r}: see its branches on the hub",
-        errors.OfflineModeIsEnabled: f"{repo} is not on this machine and HF_HUB_OFFLINE forbids downloads: unset it, "
-        "or give a local file",
+        errors.OfflineModeIsEnabled: f"HF_HUB_OFFLINE forbids downloads, so {repo} was not asked for at {at}: unset "
+        "it, or give a local file",
     }
     try:
         yield
-    except failures() as error:
+    except (errors.HTTPError, OSError, ValueError, KeyError, TypeError) as error:  # the last three: no hub's answers
+        if isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError):
+            raise StateError(f"{repo} cannot be written: {error.strerror}; {DISK_FIX}") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
         other = (
-            f"{repo} could not be fetched from {at} ({reason_of(error)}): run the same command again to resume, or "
-            "check HF_ENDPOINT and HF_TOKEN"
+            f"{repo} could not be fetched from {at} ({reason}): run the same command again to resume, or check "
+            "HF_ENDPOINT and HF_TOKEN"
         )
         status = getattr(getattr(error, "response", None), "status_code", 0)
         as_ours = ModelNotFound if status in (401, 403, 404, 410) else DownloadError
         raise as_ours(next((text for kind, text in known.items() if isinstance(error, kind)), other)) from error
-
-
-def failures() -> tuple[type[Exception], ...]:
-    """What the library raises, its HTTP library too, whose class differs between releases, and for no hub's answers."""
-    return library().errors.HTTPError, OSError, ValueError, KeyError, TypeError
-
-
-def reason_of(error: BaseException) -> str:
-    """What an exception says, in one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:160]
 
 
 # The first that a repository has is taken where none is asked for: 4 bits, then the next larger, then smaller ones.
@@ -138,7 +124,6 @@ _QUANT = re.compile(
 _DRAFT = re.compile(r"(?:^|[-_./])draft\w*(?:[-_.]|$)", re.IGNORECASE)
 _HEAD = re.compile(r"(?:^|[-_./])(eagle\d?\w*|mtp|dflash\d?|dspark|speculator|assistant)(?:[-_.]|$)", re.IGNORECASE)
 NO_MODEL = re.compile(r"mmproj|imatrix|lora|adapter|(?:^|[-_.])vocab", re.IGNORECASE)
-LEAST_RATIO = 4  # a sibling that is so much smaller is taken for the draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,15 +173,11 @@ def choose(repo: str, files: Mapping[str, HubFile], wanted: str = "") -> Choice:
         return Choice(by_file[0], None, ())
     targets = [group for group in groups if not group.is_draft] or groups
     drafts = [group for group in groups if group.is_draft and group not in targets]
-    sizes = {model: max(g.bytes for g in targets if g.model == model) for model in {g.model for g in targets}}
-    largest = max(sizes, key=lambda model: sizes[model])
-    siblings = [model for model in sizes if model != largest]
-    if any(sizes[model] * LEAST_RATIO > sizes[largest] for model in siblings):
+    if len({group.model for group in targets}) > 1:
         names = ", ".join(sorted(group.files[0].path.rpartition("/")[2] for group in targets))
         raise ModelNotFound(f"{repo} holds several models: name a file, as in {repo}:FILE. It has {names}")
-    drafts += [group for group in targets if group.model in siblings]
-    target = _pick(repo, [group for group in targets if group.model == largest], wanted)
-    others = tuple(g.quant for g in targets if g.model == largest and g.quant != target.quant)
+    target = _pick(repo, targets, wanted)
+    others = tuple(group.quant for group in targets if group.quant != target.quant)
     return Choice(target, _best_draft(drafts, target), others)
 
 

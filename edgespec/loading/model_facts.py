@@ -5,19 +5,18 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
 from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.tool_forms import call_form
-from edgespec.engines.base import Engine
-from edgespec.errors import EdgespecError
-from edgespec.formats.gguf.header import GgufHeader, read_header
+from edgespec.formats.gguf.header import GgufHeader, TensorInfo, read_header
 from edgespec.formats.manifest import ModelPair
+from edgespec.platform.disk_cache import file_key
+from edgespec.platform.files import is_file
 from edgespec.vocabulary import FimTokens
 
 # https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h: llama_ftype
@@ -60,42 +59,50 @@ class ModelFacts:
         return [name for name, has_it in found.items() if has_it]
 
     @classmethod
-    def of(cls, target: Engine, pair: ModelPair) -> Self:
-        """Of a model that is open."""
-        facts, vocabulary, file = target.facts, target.vocabulary, pair.files["target"]
-        template, fills_gaps = vocabulary.chat_template or "", vocabulary.fim is not None
-        found = cls(facts.name, facts.architecture, facts.weight_bytes, template, fills_gaps, facts.pooling)
-        more: Mapping[str, Any] = {}
-        with suppress(EdgespecError, OSError):  # moved or replaced while it is served
-            more = _of_headers(pair.paths("target")) if file.is_gguf else {}
-        return replace(found, **{**more, "digest": file.sha256 or more.get("digest", "")})
-
-    @classmethod
     def read(cls, pair: ModelPair) -> Self:
         """Of a pair's target. Raises ModelNotFound, ModelFileError, and CapabilityError for a graph without `onnx`."""
-        target = pair.files["target"]
-        if not target.is_gguf:
-            from edgespec.engines.onnx.graph import read_graph
-            from edgespec.engines.onnx.settings import ModelConfig
-            from edgespec.engines.onnx.source import open_source
-            from edgespec.engines.onnx.tokenizer import read_chat_template
+        target, paths = pair.files["target"], pair.paths("target")
+        versions = tuple(file_key(path) for path in paths if is_file(path))
+        found = _of_gguf(paths, versions) if target.is_gguf else _of_graph(paths, versions)
+        return cls(**{**found, "engine": target.engine, "digest": target.sha256 or found["digest"]})
 
-            folder = target.path.parent
-            architecture, graph = ModelConfig.read(folder).architecture, read_graph(open_source(target.path))
-            template = read_chat_template(folder) or ""
-            return cls("onnx", architecture, graph.weight_bytes, template, digest=target.sha256 or "")
-        headers = [read_header(path) for path in pair.paths("target") if path.suffix == ".gguf"]
-        first, more = headers[0], _of_headers(pair.paths("target"))
-        pooling = first.metadata.get(f"{first.architecture}.pooling_type")
-        found = cls(
-            target.engine,
-            first.architecture,
-            sum(tensor.num_bytes for header in headers for tensor in header.tensors),
-            str(first.metadata.get("tokenizer.chat_template", "")),
-            _fills_gaps(first),
-            _POOLINGS.get(pooling, "") if isinstance(pooling, int) else "",
-        )
-        return replace(found, **{**more, "digest": target.sha256 or more["digest"]})
+
+@lru_cache(maxsize=16)
+def _of_graph(paths: tuple[Path, ...], versions: tuple[object, ...]) -> Mapping[str, Any]:
+    """Facts of an ONNX model; `versions` of its files, as in `file_key`."""
+    from edgespec.engines.onnx.graph import read_graph
+    from edgespec.engines.onnx.settings import ModelConfig
+    from edgespec.engines.onnx.source import open_source
+    from edgespec.engines.onnx.tokenizer import read_chat_template
+
+    folder = paths[0].parent
+    return {
+        "architecture": ModelConfig.read(folder).architecture,
+        "weight_bytes": read_graph(open_source(paths[0])).weight_bytes,
+        "chat_template": read_chat_template(folder) or "",
+        "digest": "",
+    }
+
+
+@lru_cache(maxsize=16)
+def _of_gguf(paths: tuple[Path, ...], versions: tuple[object, ...]) -> Mapping[str, Any]:
+    """The same of a GGUF in one or several files. Its digest is that of its header: hashing all takes minutes."""
+    headers = [read_header(path) for path in paths]
+    first, tensors = headers[0], [tensor for header in headers for tensor in header.tensors]
+    with paths[0].open("rb") as file:
+        digest = hashlib.sha256(file.read(first.data_start)).hexdigest()
+    pooling = first.metadata.get(f"{first.architecture}.pooling_type")
+    return {
+        "architecture": first.architecture,
+        "weight_bytes": sum(tensor.num_bytes for tensor in tensors),
+        "chat_template": str(first.metadata.get("tokenizer.chat_template", "")),
+        "fills_gaps": _fills_gaps(first),
+        "pooling": _POOLINGS.get(pooling, "") if isinstance(pooling, int) else "",
+        "digest": digest,
+        "quantization": _quantization(first, tensors),
+        "num_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
+        "metadata": {key: value for key, value in first.metadata.items() if _is_shown(key, value)},
+    }
 
 
 def _fills_gaps(header: GgufHeader) -> bool:
@@ -106,34 +113,19 @@ def _fills_gaps(header: GgufHeader) -> bool:
     return FimTokens.named(lambda name: ids.get(name.encode())) is not None
 
 
-@lru_cache(maxsize=16)
-def _of_headers(paths: tuple[Path, ...]) -> Mapping[str, Any]:
-    """Facts of a GGUF, which may lie in several files. Its digest is that of its header: hashing all takes minutes."""
-    headers = [read_header(path) for path in paths if path.suffix == ".gguf"]
-    with paths[0].open("rb") as file:
-        digest = hashlib.sha256(file.read(headers[0].data_start)).hexdigest()
-    return {
-        "digest": digest,
-        "quantization": _quantization(headers),
-        "num_parameters": sum(math.prod(tensor.shape) for header in headers for tensor in header.tensors),
-        "metadata": {key: value for key, value in headers[0].metadata.items() if _is_shown(key, value)},
-    }
-
-
 def _is_shown(key: str, value: object) -> bool:
     is_short = isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) < 128)
     return is_short and not key.startswith(("tokenizer.", "split.")) and "://" not in str(value)
 
 
-def _quantization(headers: list[GgufHeader]) -> str:
-    """As the header says, else the type of most of its bytes."""
-    said = headers[0].metadata.get("general.file_type")
+def _quantization(header: GgufHeader, tensors: Sequence[TensorInfo]) -> str:
+    """As the header says, else the type of most bytes."""
+    said = header.metadata.get("general.file_type")
     if isinstance(said, int) and said in QUANTIZATIONS:
         return QUANTIZATIONS[said]
     sizes: Counter[str] = Counter()
-    for header in headers:
-        for tensor in header.tensors:
-            sizes[tensor.kind] += tensor.num_bytes
+    for tensor in tensors:
+        sizes[tensor.kind] += tensor.num_bytes
     return max(sizes, key=lambda kind: sizes[kind], default="")
 
 

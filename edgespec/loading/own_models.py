@@ -17,15 +17,7 @@ from typing import Any
 import tomli_w
 
 from edgespec.engines.trial import check_model_files
-from edgespec.errors import (
-    Busy,
-    ConfigError,
-    EdgespecError,
-    ModelFileError,
-    ModelNotFound,
-    shown,
-    shown_path,
-)
+from edgespec.errors import Busy, ConfigError, EdgespecError, ModelFileError, ModelNotFound, shown, shown_path
 from edgespec.formats.manifest import (
     ENGINE_TABLES,
     MANIFEST,
@@ -38,7 +30,15 @@ from edgespec.formats.manifest import (
 from edgespec.loading.catalogue import Entry, check_name, entries
 from edgespec.loading.download import PART, known_sha256
 from edgespec.loading.hub import library
-from edgespec.loading.registry import folder_of, found_elsewhere, model_in, models_folder, name_in, registered_folders
+from edgespec.loading.registry import (
+    folder_of,
+    found_elsewhere,
+    model_in,
+    models_folder,
+    name_in,
+    registered_folders,
+    resolve,
+)
 from edgespec.platform.files import expanded, is_file, is_folder, resolved, write_atomically, write_errors
 from edgespec.platform.memory import free_memory
 
@@ -124,32 +124,21 @@ def remove(name: str) -> int:
     found = folder_of(name)
     if found is not None and found.parent == models_folder():
         name = found.name  # it may go by what it was pulled as
-    if not is_folder(models_folder() / check_name(name)):
-        if name in registered_folders():
-            raise ConfigError(
-                f"{name} is part of edgespec ({registered_folders()[name]}) and cannot be removed by itself"
-            )
-        known = ", ".join(sorted(own_folders())) or "none"
-        raise ModelNotFound(f"{models_folder()} has no model {shown(name)}: it has {known}")
     with one_writer(name) as folder:
         if not is_folder(folder):
-            raise ModelNotFound(f"{models_folder()} has no model {shown(name)} any more: another process removed it")
+            known = ", ".join(sorted(own_folders())) or "none"
+            raise ModelNotFound(f"no model {shown(name)} was pulled or added: {models_folder()} has {known}")
         table = _table_of(folder)
         if table is None:
             raise ConfigError(f"{folder} was neither pulled nor added: delete the folder by hand if it is not needed")
-        if folder.is_symlink():  # what it links to is the user's own
-            folder.unlink()
-            return 0
         sizes = (path.stat().st_size for path in folder.rglob("*") if path.is_file())  # those of linked files count too
         freed = 0 if "location" in table else sum(sizes)
         with write_errors(folder, fix="close the program that uses it, or delete the folder by hand"):
-            (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half removed must not load
-            try:
-                shutil.rmtree(folder)
-            except OSError:  # a file is in use on Windows: a later call goes on
-                with contextlib.suppress(OSError):
-                    (folder / UNFINISHED).touch()
-                raise
+            # Renamed first: what is half removed must not load, and Windows refuses that while a file is in use.
+            gone = folder.with_name(f".{name}.removed")
+            shutil.rmtree(gone, ignore_errors=True)
+            folder.rename(gone)
+            shutil.rmtree(gone)
     return freed
 
 
@@ -162,6 +151,8 @@ def own_folders() -> dict[str, Path]:
 
 def _table_of(folder: Path) -> Mapping[str, Any] | None:
     """The manifest of a folder that `edgespec pull` or `add` made, empty where it is damaged or not there yet."""
+    if folder.is_symlink():  # what it links to is the user's own
+        return None
     if not is_file(folder / MANIFEST):
         return {} if is_file(folder / UNFINISHED) else None
     try:
@@ -238,9 +229,9 @@ class Listed:
 def list_here() -> Iterator[Listed]:
     """Models on this machine by name, damaged and unfinished ones too."""
     found = registered_folders()
-    for name, folder in sorted(found.items()):
+    for name in sorted(found):
         try:
-            pair = read_pair(folder, check_hashes=False)
+            pair = resolve(name, check_hashes=False)
         except EdgespecError as exc:
             yield Listed(name, "damaged", 0, False, None, "", str(exc))
             continue

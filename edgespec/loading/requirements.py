@@ -64,30 +64,83 @@ def _with_head_beside(options: LoadOptions, found: ModelPair, pair: ModelPair) -
 class Chosen:
     """What of `pair` is opened. `exit_layer`: the target's first layers that draft; `wanted`: drafters with models.
 
-    `without_drafts`: its target alone, where memory does not suffice for more.
+    `own`: the drafter that the pair's draft file makes; None without one.
     """
 
     pair: ModelPair
     exit_layer: int | None
+    own: DrafterName | None
     wanted: tuple[DrafterName, ...]
 
     @classmethod
     def of(cls, options: LoadOptions, pair: ModelPair) -> Self:
-        """Raises CapabilityError when the pair lacks what the options need."""
-        exit_layer = exit_layer_of(options, pair)
-        return cls(pair, exit_layer, wanted_drafters(options, pair, exit_layer))
+        """Raises CapabilityError when the pair lacks what the options need.
+
+        `auto` opens the drafter of the pair's draft file and those that the options name files for: a pair's own medium
+        would cost memory and one more load.
+        """
+        own, asked = _own_drafter(pair), options.drafter
+        if asked == "auto":
+            last = ((name, spec.needs[-1]) for name, spec in SPECS.items() if spec.roles)
+            named = (name for name, need in last if need.must_be_asked and getattr(options, need.option) is not None)
+            wanted = tuple(dict.fromkeys((*([own] if own else ()), *named)))
+            wanted = wanted or (("mtp",) if _takes_mtp(options, pair) else ())
+        else:
+            wanted = (asked,) if asked in ("mtp", own) or (asked in SPECS and SPECS[asked].roles) else ()
+        found = cls(pair, options.exit_layer if asked in ("auto", "early-exit") else None, own, wanted)
+        for name in wanted:
+            found._check(name, options)
+        return found
 
     @property
     def has_own_mtp(self) -> bool:
         """Whether the layers of the target's own file draft for it."""
-        return "mtp" in self.wanted and "mtp" not in _own_drafter(self.pair)
+        return "mtp" in self.wanted and self.own != "mtp"
 
     @property
     def roles(self) -> tuple[str, ...]:
         """The roles of the files to open, the target first."""
-        needed = (_needs(name, self.pair) for name in self.wanted)
-        roles = {need.role for needs in needed for need in needs if need.role} - {"target"}
+        roles = {need.role for name in self.wanted for need in self._needs(name) if need.role} - {"target"}
         return ("target", *sorted(roles & self.pair.files.keys()))
+
+    def _needs(self, name: DrafterName) -> tuple[Need, ...]:
+        """What a drafter needs; a pair's own file takes the place of layers in the target's."""
+        return (HEAD_FILES[name],) if name in HEAD_FILES and name == self.own else SPECS[name].needs
+
+    def _has(self, need: Need, options: LoadOptions) -> bool:
+        if need is EXIT:
+            return self.exit_layer is not None and self.pair.files["target"].is_gguf
+        if need is MTP_LAYERS:
+            return _takes_mtp(options, self.pair)
+        if need is DRAFT:
+            return self.own == "model" or "early-exit" in self.wanted  # the exit is the draft model
+        return need.role in self.pair.files if need not in HEAD_FILES.values() else need is self._draft
+
+    @property
+    def _draft(self) -> Need:
+        """What the pair's draft file is."""
+        return DRAFT if self.own is None else HEAD_FILES.get(self.own, DRAFT)
+
+    def _check(self, name: DrafterName, options: LoadOptions) -> None:
+        """Raises CapabilityError where a file is missing or of another kind, or the target on another engine."""
+        needs, engines, pair = self._needs(name), SPECS[name].engines, self.pair
+        runs_on = pair.files["target"].engine
+        missing = next((need for need in needs if not self._has(need, options)), None)
+        if missing is None and runs_on in engines:
+            return
+        draft = "no draft" if pair.draft is None else f"{pair.draft.name}, {self._draft.what},"
+        raise CapabilityError(
+            f"drafter {name!r} needs {(missing or needs[-1]).what} for a target on {' or '.join(engines)}, and "
+            f"{pair.name!r} has {draft} and runs on {runs_on}: give {(missing or needs[-1]).flags}"
+            f"{'' if missing else f', with --engine {engines[0]}'}, or use --drafter {self.own or FALLBACK}"
+        )
+
+
+def _own_drafter(pair: ModelPair) -> DrafterName | None:
+    if pair.draft is None:
+        return None
+    file = pair.files["draft"]
+    return (head_kind_of(file.path) if file.is_gguf else None) or "model"
 
 
 def verifies_drafts(options: LoadOptions, pair: ModelPair) -> bool:
@@ -98,113 +151,20 @@ def verifies_drafts(options: LoadOptions, pair: ModelPair) -> bool:
     return bool(has_more or options.drafter != "auto")
 
 
-def target_has_mtp(pair: ModelPair) -> bool:
-    """Whether the target's own file has a layer that drafts for it."""
-    target = pair.files["target"]
-    return target.is_gguf and has_mtp(read_header(target.path))
-
-
 def _takes_mtp(options: LoadOptions, pair: ModelPair) -> bool:
-    """Whether the target's own layer drafts."""
-    if options.rpc or options.drafter not in ("auto", "mtp") or not target_has_mtp(pair):
-        return False
+    """Whether the layer of the target's own file drafts."""
     target = pair.files["target"]
-    return target.engine != "onnx" or not why_unreadable(target.path, nextn=True)
+    if options.rpc or options.drafter not in ("auto", "mtp") or not target.is_gguf:
+        return False
+    return has_mtp(read_header(target.path)) and (
+        target.engine != "onnx" or not why_unreadable(target.path, nextn=True)
+    )
 
 
 def without_drafts(options: LoadOptions, pair: ModelPair) -> tuple[LoadOptions, ModelPair]:
     """The same for the target alone; drafters without a model stay available."""
     alone = replace(pair, files=MappingProxyType({"target": pair.files["target"]}), heads=MappingProxyType({}))
     return replace(options, draft=None, medium=None, exit_layer=None, heads=None), alone
-
-
-def wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | None) -> tuple[DrafterName, ...]:
-    """Which drafters to open with models of their own.
-
-    `auto` opens the drafter of the pair's draft file and those that the options name files for: a pair's own medium
-    would cost memory and one more load. Raises CapabilityError when the pair lacks what a drafter needs.
-    """
-    own = _own_drafter(pair)
-    wanted = _taken_by_auto(options, pair, own) if options.drafter == "auto" else _asked_for(options, pair, own)
-    if wanted == ("mtp",) and "mtp" not in own:
-        return wanted  # these layers come with the target
-    for name in wanted:
-        _check(name, wanted, pair, has_exit=exit_layer is not None)
-    return wanted
-
-
-def _taken_by_auto(options: LoadOptions, pair: ModelPair, own: tuple[DrafterName, ...]) -> tuple[DrafterName, ...]:
-    last = {name: spec.needs[-1] for name, spec in SPECS.items() if spec.roles}
-    named = (name for name, need in last.items() if need.must_be_asked and getattr(options, need.option) is not None)
-    wanted = tuple(dict.fromkeys((*own, *named)))
-    return ("mtp",) if not wanted and _takes_mtp(options, pair) else wanted
-
-
-def _asked_for(options: LoadOptions, pair: ModelPair, own: tuple[DrafterName, ...]) -> tuple[DrafterName, ...]:
-    """What the drafter that the options name opens; nothing for one that needs no model."""
-    name = options.drafter
-    if name not in SPECS:
-        return ()
-    if name != "mtp" or "mtp" in own:
-        return (name,) if name in own or SPECS[name].roles else ()
-    if not _takes_mtp(options, pair):
-        raise CapabilityError(
-            f"drafter 'mtp' needs {MTP_LAYERS.what}, in this process, and {pair.name!r} has none: give a file that was "
-            f"converted with them, such as one of Qwen3.5, or use --drafter {FALLBACK}"
-        )
-    return ("mtp",)
-
-
-def _check(name: DrafterName, wanted: tuple[DrafterName, ...], pair: ModelPair, *, has_exit: bool) -> None:
-    """Raises CapabilityError where a file is missing, the draft is of another kind, or the target on another engine."""
-    needs, spec, target, own = _needs(name, pair), SPECS[name], pair.files["target"], _own_drafter(pair)
-    by_exit = "early-exit" in wanted  # the exit is the draft model
-    has = next((HEAD_FILES[each] for each in own if each in HEAD_FILES), DRAFT)
-    missing = [need for need in needs if not (has_exit if need is EXIT else need.role in pair.files)]
-    missing = [need for need in missing if not (need is DRAFT and by_exit)]
-    if not missing and needs[0] not in (EXIT, has):
-        missing = [needs[0]]
-    if not missing and target.engine in spec.engines:
-        return
-    need = missing[0] if missing else needs[-1]
-    draft = "no draft" if pair.draft is None else f"{pair.draft.name}, {has.what},"
-    engines = " or ".join(spec.engines)
-    raise CapabilityError(
-        f"drafter {name!r} needs {need.what} for a target on {engines}, and {pair.name!r} has {draft} and runs on "
-        f"{target.engine}: give {need.flags}{'' if missing else f', with --engine {spec.engines[0]}'}, or "
-        f"use --drafter {own[0] if own else FALLBACK}"
-    )
-
-
-def _own_drafter(pair: ModelPair) -> tuple[DrafterName, ...]:
-    """The drafter that the pair's draft file makes; none without one."""
-    if pair.draft is None:
-        return ()
-    file = pair.files["draft"]
-    head = head_kind_of(file.path) if file.is_gguf else None
-    return (head or "model",)
-
-
-def _needs(name: DrafterName, pair: ModelPair) -> tuple[Need, ...]:
-    """What a drafter needs; a pair's own file takes the place of layers in the target's."""
-    return (HEAD_FILES[name],) if name in HEAD_FILES and name in _own_drafter(pair) else SPECS[name].needs
-
-
-def exit_layer_of(options: LoadOptions, pair: ModelPair) -> int | None:
-    """How many first layers of the target draft for it; None: they do not.
-
-    Raises CapabilityError where that was asked for and the kernels do not run the target.
-    """
-    target = pair.files["target"]
-    if options.drafter not in ("auto", "early-exit") or options.exit_layer is None:
-        return None
-    if not target.is_gguf or target.engine != "onnx":
-        what = f"runs on {target.engine}" if target.is_gguf else "is an ONNX export"
-        raise CapabilityError(
-            f"--exit-layer is for a GGUF on edgespec's own kernels, and {target.path.name} {what}: give such a target, "
-            "or use another drafter"
-        )
-    return options.exit_layer
 
 
 def head_paths(options: LoadOptions, pair: ModelPair) -> list[Path]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from edgespec.config.options import LoadOptions
-from edgespec.config.values import MemoryBudget, as_size, parse_budget
+from edgespec.config.values import as_size, budget_bytes
 from edgespec.control.constants import MAX_AUTO_LENGTH
 from edgespec.drafters.spec import SPECS
 from edgespec.engines.model_use import Footprint, ModelUse
@@ -366,11 +366,9 @@ class Room:
     def now(cls, memory: str | int | None) -> Room:
         """The room there is at present; `memory` as in LoadOptions. Raises ConfigError."""
         own = own_bytes() or 0
-        budget = MemoryBudget() if memory is None else parse_budget(memory)
-        is_set = budget.num_bytes is not None or budget.share < 1
         free = free_memory()
         total = None if free is None else free + own
-        return cls(budget.of(total) if is_set else None, limits(), own)
+        return cls(None if memory is None else budget_bytes(memory, total), limits(), own)
 
     @property
     def has_resource_limits(self) -> bool:

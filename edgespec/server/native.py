@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from edgespec.config.habits import did_you_mean
+from edgespec.config.table import did_you_mean
 from edgespec.errors import shown
 from edgespec.reports import TokenEvent
 from edgespec.server.answer import Answer, Exchange, Piece, Work, logprobs_of, prompt_progress, sse

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 import msgspec
 
-from edgespec.config.habits import did_you_mean
+from edgespec.config.table import did_you_mean
 from edgespec.errors import shown
 from edgespec.sampling.constraint.numbers import scalars
 from edgespec.server.http_errors import HttpError, bad_request

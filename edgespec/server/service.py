@@ -115,8 +115,9 @@ class Known:
             "verify": model.options.verify,
             "reproducible": model.reproducible,
         }
-        facts, length, most = ModelFacts.of(model.target, model.pair), model.context_length, loaded.options.max_tokens
-        return cls(loaded.name, facts, length, _embeds(model), loaded.sampling, most, settings)
+        facts = replace(ModelFacts.read(model.pair), chat_template=model.target.vocabulary.chat_template or "")
+        most = loaded.options.max_tokens
+        return cls(loaded.name, facts, model.context_length, _embeds(model), loaded.sampling, most, settings)
 
     @classmethod
     def read(

@@ -77,7 +77,7 @@ def main() -> int:
             )
             if child.returncode:
                 faults += 1
-                print(f"seed {given.seed + number}: exit code {child.returncode}\n{child.stderr[-4000:]}", flush=True)
+                print(f"seed {given.seed + number}: exit code {child.returncode}\n{child.stderr[:4000]}", flush=True)
             else:
                 done += BATCH
                 counts.update({name: int(count) for name, _, count in (w.partition("=") for w in child.stdout.split())})

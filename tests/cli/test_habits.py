@@ -6,7 +6,7 @@ import pytest
 
 from command_line import run
 from edgespec.cli.main import COMMANDS, cli
-from edgespec.config.habits import CALLED, INSTEAD
+from edgespec.config.table import CALLED, INSTEAD
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,12 @@ def test_a_gguf_answers_on_the_kernels():
     assert json.loads(done.stdout)["engine"] == "onnx"
 
 
+@pytest.mark.skipif(library_path() is None, reason="the kernels are not built: run.py test builds them")
+def test_of_a_pair_with_both_formats_the_gguf_runs_on_the_kernels():
+    assert "demo-target-q8_0.gguf" in run("show", "demo").stdout
+    assert "demo-draft-q8_0.gguf" in run("ls").stdout
+
+
 def test_a_damaged_gguf_is_told_of_before_anything_is_to_be_installed(tmp_path: Path):
     (tmp_path / "cut.gguf").write_bytes((ROOT / "models/demo/demo-target-q8_0.gguf").read_bytes()[:5000])
     done = run("generate", "-p", "hello", str(tmp_path / "cut.gguf"))

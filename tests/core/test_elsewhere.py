@@ -69,7 +69,7 @@ def test_names_of_ollamas(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = home / "elsewhere"
     monkeypatch.setenv("OLLAMA_MODELS", str(root))
     ollama(root, "registry.ollama.ai/library/llama/latest")
-    ollama(root, "registry.ollama.ai/someone/llama/8b")
+    ollama(root, "registry.ollama.ai/someone/llama/8b", "b" * 64)
     ollama(root, "hf.co/org/Repo-GGUF/Q4_K_M")
     assert sorted(each.name for each in found_elsewhere()) == [
         *("hf.co/org/Repo-GGUF:Q4_K_M", "llama:latest", "someone/llama:8b")

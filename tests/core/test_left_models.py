@@ -1,4 +1,4 @@
-"""Models that nobody closes: dropped, or inherited by a fork."""
+"""Models that are closed, dropped without it, or inherited by a fork."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
 
 import pytest
 
 import edgespec
-from demo import TEST_THREADS
+from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.onnx.engine import OnnxEngine
+from edgespec.engines.onnx.kernel_engine import KernelEngine
+from edgespec.kernels.library import library_path
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
 FORKED = """
@@ -56,6 +59,20 @@ def test_a_model_that_is_dropped_is_freed(
     del model, stream
     gc.collect()
     assert target in freed
+
+
+@pytest.mark.skipif(library_path() is None, reason="the kernels are not built: run.py test builds them")
+def test_the_weights_of_a_closed_model_are_freed_at_once() -> None:
+    """Not when the garbage collector comes by: the next model is loaded before that."""
+    model = edgespec.load(DEMO / "demo-target-q8_0.gguf", threads=TEST_THREADS)
+    assert isinstance(model.target, KernelEngine)
+    weights = [weakref.ref(array) for array in model.target.source.arrays(1).values() if array.nbytes > 10_000]
+    gc.disable()
+    try:
+        model.close()
+        assert weights and not any(weight() is not None for weight in weights)
+    finally:
+        gc.enable()
 
 
 @needs_fork

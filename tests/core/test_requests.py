@@ -39,7 +39,7 @@ def test_a_sampling_setting_that_is_no_number_in_range(name: str, value: Any) ->
 def test_a_sampling_setting_that_is_no_whole_number(name: str, value: Any) -> None:
     if name == "seed" and value is None:
         return
-    with pytest.raises(SamplingError, match=rf"{name} must be a whole number from"):
+    with pytest.raises(SamplingError, match=rf"{name} must be a whole number"):
         Sampling(**{name: value})
 
 

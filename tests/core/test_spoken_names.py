@@ -43,10 +43,10 @@ def test_every_option_of_a_model_and_of_an_answer_has_its_name_in_python() -> No
 
 
 def test_errors_of_either_side() -> None:
-    with pytest.raises(ConfigError, match="context_length must be at least 16"):
+    with pytest.raises(ConfigError, match="context_length must be auto"):
         LoadOptions(context_length=3)
     said = CliRunner().invoke(cli, ["generate", "demo", "-p", "x", "-c", "3"]).stderr
-    assert "ctx-size must be at least 16" in said
+    assert "ctx-size must be auto" in said
     with edgespec.load("demo", context_length=32) as model, pytest.raises(PromptTooLong) as refused:
         model.generate("word " * 99)
     assert "larger context_length=" in str(refused.value) and isinstance(refused.value, EdgespecError)

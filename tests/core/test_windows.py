@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import shutil
 import sys
 from pathlib import Path
 
@@ -55,16 +54,15 @@ def test_a_model_in_use_can_be_removed_later(home: Path, monkeypatch):
     folder = home / "pulled"
     folder.mkdir()
     (folder / "manifest.toml").write_text('format = 1\nname = "pulled"\nsource = "hub"\n', encoding="utf-8")
-    (folder / "model.onnx").write_bytes(b"x")
 
-    def refused(path: Path) -> None:
-        (path / own_models.UNFINISHED).unlink(missing_ok=True)  # other files than the one in use are gone
+    def refused(path: Path, new: Path) -> None:
         raise PermissionError(errno.EACCES, "in use")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", refused)
+        patch.setattr(Path, "rename", refused)
         with pytest.raises(StateError, match="close the program"):
             own_models.remove("pulled")
+    assert (folder / "manifest.toml").exists()
     own_models.remove("pulled")
     assert not folder.exists()
 

@@ -25,7 +25,7 @@ from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.heads import read_head
 from edgespec.generation.decode import speculative
 from edgespec.generation.run_state import Run
-from edgespec.loading.draft_ranking import find_aim, rank
+from edgespec.loading.drafts import find_aim, rank
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.plan import planned
 from edgespec.sampling import Sampler

@@ -94,11 +94,11 @@ def test_an_exit_is_the_small_model_of_a_hierarchy() -> None:
 
 
 def test_an_exit_that_is_not_there_is_refused(onnx_path: Path) -> None:
-    with pytest.raises(CapabilityError, match=r"needs an early exit of the target.*give exit_layer="):
+    with pytest.raises(CapabilityError, match=r"needs an early exit of a GGUF target.*give exit_layer="):
         edgespec.load("demo", drafter="early-exit")
     for given in ({"model": "demo", "engine": "llamacpp"}, {"model": str(onnx_path)}):
-        with pytest.raises(CapabilityError, match="for a GGUF on edgespec's own kernels"):
+        with pytest.raises(CapabilityError, match="needs an early exit of a GGUF target for a target on onnx"):
             edgespec.load(**given, exit_layer=3)
-    for layers, said in ((0, "at least 1"), (9, r"allows 1\.\.8")):
+    for layers, said in ((0, "of at least 1"), (9, r"allows 1\.\.8")):
         with pytest.raises(ConfigError, match=said):
             edgespec.load("demo", exit_layer=layers)

@@ -157,7 +157,7 @@ def test_what_is_missing_is_named(tiny_path: Path, tmp_path: Path) -> None:
         edgespec.load(str(target), drafter="hierarchical")
     with pytest.raises(CapabilityError, match=r"needs a medium model .* give medium="):
         edgespec.load(str(target), draft=draft, drafter="hierarchical")
-    with pytest.raises(ModelNotFound, match="no medium file"):
+    with pytest.raises(ModelNotFound, match="no medium "):
         edgespec.load(str(target), draft=draft, medium=tmp_path / "none.gguf", drafter="hierarchical")
     with pytest.raises(VocabularyMismatch):
         edgespec.load(str(target), draft=draft, medium=tiny_path, drafter="hierarchical")

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from damage import damaged
-from edgespec.corpus.learnt import MAX_ANSWER_TOKENS, LearntTexts
+from edgespec.corpus.store import MAX_ANSWER_TOKENS, LearntTexts
 
 SIZE = 1000
 
 
-def make(folder: Path, **limits: float) -> LearntTexts:
-    return LearntTexts("key", SIZE, folder=folder, **limits)  # type: ignore[arg-type]
+def make(folder: Path, **limits: int) -> LearntTexts:
+    return LearntTexts("key", SIZE, folder=folder, **limits)
 
 
 def answer(seed: int, size: int = 50) -> np.ndarray:
@@ -26,35 +25,34 @@ def answer(seed: int, size: int = 50) -> np.ndarray:
 
 def test_answers_come_back_the_oldest_first(tmp_path: Path) -> None:
     learnt = make(tmp_path)
-    assert learnt.read() == [] and learnt.kept() == (0, 0)
+    assert learnt.read() == []
     for seed in (3, 1, 2):
         learnt.add(answer(seed))
     assert [ids.tolist() for ids in make(tmp_path).read()] == [answer(seed).tolist() for seed in (3, 1, 2)]
-    assert learnt.kept() == (3, 150)
     assert learnt.path.stat().st_mode & 0o077 == 0, "others may not read it"
     assert learnt.clear() and not learnt.clear() and learnt.read() == []
 
 
-def test_the_latest_are_kept_each_once_and_neither_long_ones_whole_nor_short_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learnt = make(tmp_path, max_tokens=220, max_age_s=900.0)
-    learnt.add(answer(0, 3))
-    assert not learnt.path.exists()
+def test_the_same_answer_is_kept_once_and_counts_as_new(tmp_path: Path) -> None:
+    learnt = make(tmp_path)
     for seed in (1, 2, 1):
         learnt.add(answer(seed))
     assert [ids.tolist() for ids in learnt.read()] == [answer(2).tolist(), answer(1).tolist()]
-    for seed in range(3, 9):
+
+
+def test_short_answers_are_not_kept_and_long_ones_are_cut(tmp_path: Path) -> None:
+    learnt = make(tmp_path)
+    learnt.add(answer(0, 3))
+    assert not learnt.path.exists()
+    learnt.add(answer(0, MAX_ANSWER_TOKENS + 5))
+    assert [ids.size for ids in learnt.read()] == [MAX_ANSWER_TOKENS]
+
+
+def test_the_oldest_go_when_there_are_too_many(tmp_path: Path) -> None:
+    learnt = make(tmp_path, max_tokens=220)
+    for seed in range(9):
         learnt.add(answer(seed))
     assert [ids.tolist() for ids in learnt.read()] == [answer(seed).tolist() for seed in (5, 6, 7, 8)]
-    assert LearntTexts("key", 10, folder=tmp_path).read() == [], "ids of another vocabulary"
-    later_s = time.time() + 1000
-    monkeypatch.setattr("edgespec.corpus.learnt.time.time", lambda: later_s)
-    learnt.add(answer(9))
-    assert [ids.tolist() for ids in learnt.read()] == [answer(9).tolist()]
-    whole = make(tmp_path / "other")
-    whole.add(answer(0, MAX_ANSWER_TOKENS + 5))
-    assert whole.kept() == (1, MAX_ANSWER_TOKENS)
 
 
 def test_any_damage_gives_what_was_written_or_less(tmp_path: Path) -> None:
@@ -73,6 +71,11 @@ def test_any_damage_gives_what_was_written_or_less(tmp_path: Path) -> None:
         learnt.add(answer(50))
         assert learnt.read()[-1].tolist() == answer(50).tolist(), "a damaged file is replaced"
     assert lost > 40
+
+
+def test_ids_of_another_vocabulary_are_left_out(tmp_path: Path) -> None:
+    make(tmp_path).add(answer(0))
+    assert LearntTexts("key", 10, folder=tmp_path).read() == []
 
 
 def test_a_place_that_cannot_be_used_is_no_obstacle(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -60,10 +60,10 @@ def test_a_model_is_fetched_once_and_found_again_without_a_network(tmp_path, mod
         assert "fetching model.safetensors, 1.84 MB" in said
         code, _, said = export(tmp_path / "offline", cache, hub.endpoint, ID, HF_HUB_OFFLINE="1")
         assert code == 0, said
-        assert "switched off by HF_HUB_OFFLINE; using the cached copy" in said
+        assert "using the cached copy" in said and "HF_HUB_OFFLINE forbids downloads" in said
     code, _, said = export(tmp_path / "unreachable", cache, hub.endpoint, ID)
     assert code == 0, said
-    assert "cannot be reached" in said
+    assert "using the cached copy" in said and "could not be fetched" in said
     pairs = [read_pair(tmp_path / name) for name in ("fetched", "offline", "unreachable")]
     assert len({pair.files["target"].sha256 for pair in pairs}) == 1
     assert (pairs[0].name, pairs[0].licence) == ("demo", "cc-by-sa-4.0")
@@ -85,7 +85,7 @@ def test_a_hub_out_of_reach_without_a_copy_says_where_it_looked_and_what_to_do(t
     assert code == 2
     assert output == ""
     (line,) = said.splitlines()
-    assert line.startswith("error: edge/demo: the hub http://127.0.0.1:9 ")
+    assert line.startswith("error: ") and "edge/demo" in line and "http://127.0.0.1:9" in line
     assert ("HF_HUB_OFFLINE" in line) == bool(environment)
     assert f"{tmp_path / 'cache'}" in line
     assert "holds no copy of revision 'main'" in line

@@ -280,13 +280,25 @@ def test_rows_that_cannot_be_are_errors(rows: Rows, message: str) -> None:
     ],
 )
 def test_attributes_that_cannot_be_are_named(change: dict[str, int], message: str) -> None:
-    model, names = Model(), ["x", "rates", "kernel", "bias", "rate", "norm", "rows", "states"]
     with pytest.raises(Exception, match=message):
-        delta = node("DeltaNet", names, ["y"], **(ATTRIBUTES | change))
-        given = INPUTS | {"x": FLOAT, "rates": FLOAT}
-        made = session([delta], given, ["y"], {name: model.weights[name] for name in names if name in model.weights})
-        named = {"rows": np.array(chain(0, 0, 3), np.int32), "states": np.array([model.states.number])}
-        made.run(None, {name: model.texts[name][:1, :3] for name in ("x", "rates")} | named)
+        run_delta(Model(), change)
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("bias", 6), ("rate", 6), ("norm", 48)])
+def test_weights_of_no_elements_are_errors(name: str, wanted: int) -> None:
+    model = Model()
+    model.weights[name] = np.zeros(0, np.float32)
+    with pytest.raises(Exception, match=f"{name} has 0 elements, expected {wanted}"):
+        run_delta(model, {})
+
+
+def run_delta(model: Model, change: dict[str, int]) -> None:
+    names = ["x", "rates", "kernel", "bias", "rate", "norm", "rows", "states"]
+    delta = node("DeltaNet", names, ["y"], **(ATTRIBUTES | change))
+    given = INPUTS | {"x": FLOAT, "rates": FLOAT}
+    made = session([delta], given, ["y"], {name: model.weights[name] for name in names if name in model.weights})
+    named = {"rows": np.array(chain(0, 0, 3), np.int32), "states": np.array([model.states.number])}
+    made.run(None, {name: model.texts[name][:1, :3] for name in ("x", "rates")} | named)
 
 
 def test_sizes_that_cannot_be_have_no_states() -> None:

@@ -14,7 +14,6 @@ from edgespec.cli.main import cli
 from edgespec.config.options import LoadOptions
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.header import keeping_headers
-from edgespec.loading.opening import open_vocabulary
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import Fitted, fit
 from edgespec.memory.plan import Room
@@ -207,9 +206,3 @@ def test_contexts_of_the_command_line(flags: tuple[str, ...], length: int, long_
 def test_a_model_of_context_auto_runs(long_model: str) -> None:
     with edgespec.load(long_model, context_length="auto", memory="200MB", drafter="none") as model:
         assert 4096 < model.context_length == model.options.context_length
-
-
-@pytest.mark.parametrize("length", [0, "auto"])
-def test_a_vocabulary_needs_no_context(length: Any) -> None:
-    with open_vocabulary(LoadOptions(engine="onnx", context_length=length)) as (_, vocabulary):
-        assert vocabulary.size > 0

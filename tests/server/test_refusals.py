@@ -84,7 +84,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
         ({"speculative": {"drafters": "x"}}, "speculative.drafters", "did you mean 'drafter'"),
         ({"speculative": {"drafter": "x"}}, None, "drafter 'x' is not known"),
         ({"speculative": {"drafter": "early-exit"}}, None, "early-exit"),
-        ({"speculative": {"draft_length": 65}}, "draft_length", "at most 64"),
+        ({"speculative": {"draft_length": 65}}, "draft_length", "from 0 to 64"),
         ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
         ({"prediction": {"type": "content"}}, "prediction.content", "is missing"),

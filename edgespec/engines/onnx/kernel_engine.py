@@ -248,6 +248,7 @@ class KernelEngine(SessionEngine):
         self._held.close()
         self._bindings.close()
         self._sessions.clear()
+        del self._open, self.source  # both hold the weights, and cycles may hold this engine for long
         self._cache.close()
 
 

@@ -99,8 +99,8 @@ class HeadSizes:
 
 
 def head_kind_of(path: Path) -> HeadKind | None:
-    """What head a file holds; None for a model or no GGUF. Raises ModelNotFound, ModelFileError for a damaged GGUF."""
-    return head_kind(read_header(path)) if path.suffix == ".gguf" else None
+    """What head a file holds; None for a model. Raises ModelNotFound, ModelFileError for a damaged GGUF."""
+    return None if path.suffix == ".onnx" else head_kind(read_header(path))
 
 
 def read_head(path: Path) -> HeadSizes:

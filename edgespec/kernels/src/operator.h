@@ -88,8 +88,12 @@ inline OrtStatus* read_floats(const OrtKernelContext* context, size_t at, const 
 }
 inline OrtStatus* read_vector(const OrtKernelContext* context, size_t at, const char* name, int64_t size, const float** out) {
   Tensor t;
-  TRY(read_floats(context, at, name, &t));
-  if (t.data && elements(t, t.rank) != size) return invalid("edgespec: %s has %lld elements, expected %lld", name, (long long)elements(t, t.rank), (long long)size);
+  const OrtValue* value;
+  *out = nullptr;
+  TRY(input(context, at, &value));
+  if (!value) return nullptr;
+  TRY(read(value, name, kTypeFloat, &t));
+  if (elements(t, t.rank) != size) return invalid("edgespec: %s has %lld elements, expected %lld", name, (long long)elements(t, t.rank), (long long)size);
   *out = static_cast<const float*>(t.data);
   return nullptr;
 }
