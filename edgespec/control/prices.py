@@ -133,7 +133,7 @@ class RunCosts:
         return self.curve.at(count + more)
 
     def prices(self) -> Prices:
-        """What rounds cost: the pass, and the overhead if something is drafted. The rate is no less than a plain one."""
+        """Seconds of rounds, with the overhead if something is drafted; the rate is no less than a plain round's."""
         shape, pace = self.curve.shape, self.curve.pace
         if self._made_of[0] is not shape or self._made_of[1] is not self._sharing:
             self._unit = [0.0, *(self.pass_s(rows) / pace for rows in range(1, _WIDTHS))]
