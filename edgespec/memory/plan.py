@@ -19,7 +19,6 @@ from edgespec.control.constants import MAX_AUTO_LENGTH
 from edgespec.drafters.spec import SPECS
 from edgespec.engines.model_use import Footprint, ModelUse
 from edgespec.errors import CapabilityError, EdgespecError
-from edgespec.formats.gguf.check import model_files
 from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.loading.requirements import Chosen, draft_use, head_paths, target_use
@@ -151,21 +150,13 @@ class Plan:
         """What lies elsewhere or may, of which no memory is known; empty where all is this machine's memory."""
         if self.other_devices:
             names = " or ".join(self.other_devices)
-            return (
-                f"planned for the processor: ONNX Runtime may choose {names}, where the memory it takes is not known. "
-                "--provider cpu stays on the processor"
-            )
+            return f"planned for the processor: ONNX Runtime may choose {names}, of whose memory nothing is known"
         if not self.device_bytes:
             return ""
-        size = as_size(self.device_bytes)
-        if self.shares_device:
-            return f"of these on the GPU, which shares this machine's memory: about {size}"
-        if self.device is None:  # of llama.cpp, which tells how much memory its devices have
-            return f"on the GPU: about {size}"
-        return (
-            f"on {self.device}: about {size}, not checked: how much memory it has, and whether it shares this "
-            "machine's, is not known"
-        )
+        # llama.cpp tells how much memory its devices have.
+        rest = ", which shares this machine's memory" if self.shares_device else ""
+        rest = f"{rest}, not checked: how much memory it has is not known" if self.device else rest
+        return f"on {self.device or 'the GPU'}: about {as_size(self.device_bytes)}{rest}"
 
     @property
     def reserved_bytes(self) -> int:
@@ -201,7 +192,7 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
         others = possible_devices()
     return Plan(
         pair.name,
-        _without_shared((target, *drafts), pair, roles),
+        (target, *drafts),
         _table_bytes(options, context),
         heads,
         _process(engines),
@@ -253,21 +244,6 @@ def _need(file: ModelFile, role: str, use: ModelUse) -> ModelNeed:
     kinds = [kind or "f16" for kind in (use.cache_type_k, use.cache_type_v)]
     need = llamacpp.head_footprint if role != "target" and head_kind_of(file.path) else llamacpp.footprint
     return ModelNeed(role, file.path.name, "/".join(dict.fromkeys(kinds)), need(file.path, use))
-
-
-def _without_shared(models: tuple[ModelNeed, ...], pair: ModelPair, roles: tuple[str, ...]) -> tuple[ModelNeed, ...]:
-    """The same with files that several models map counted once."""
-    seen: set[Path] = set()
-    found = []
-    for model, role in zip(models, roles, strict=True):
-        file = pair.files[role]
-        files = set(model_files(file.path)) if file.is_gguf else {file.path}
-        shared = sum(path.stat().st_size for path in files & seen)
-        seen |= files
-        mapped = max(model.footprint.mapped - shared, 0)
-        read_once = min(model.footprint.read_once, mapped)
-        found.append(replace(model, footprint=replace(model.footprint, mapped=mapped, read_once=read_once)))
-    return tuple(found)
 
 
 def _table_bytes(options: LoadOptions, context_length: int) -> int:

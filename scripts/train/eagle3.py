@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 from edgespec.engines.base import Engine
 from edgespec.engines.onnx.eagle import load_eagle
 from edgespec.errors import ConfigError, EdgespecError, ModelFileError
-from edgespec.export.check import Comparison, ExportRefused, Limits, compare_logits
-from edgespec.export.reference import PROBE_TEXTS, Reference
+from edgespec.export.check import PROBE_TEXTS, Comparison, ExportRefused, Limits, compare_logits
 from edgespec.formats.architectures import (
     Sizes,
     llama3_frequency_factors,
@@ -49,8 +48,8 @@ PROBE_TOKENS, CHECKED_TOKENS = 12, 96
 CONTEXT = 320
 DRAFT_LENGTH = 5  # tokens of a draft that such heads are trained for
 ROWS_AT_ONCE = 4096
-FLOATS = Limits(0.05, 0.99, 1e-4)  # keys and values have half precision
-STORED = Limits(None, 0.90, 0.05)  # of weights and inputs in 8 bits
+FLOATS = Limits(0.99, 1e-4)  # keys and values have half precision
+STORED = Limits(0.90, 0.05)  # of weights and inputs in 8 bits
 
 # Hugging Face name -> (name in a heads file, shape); t: target layers concatenated, w: draft vocabulary, i: embedding +
 # state. The last two are tables, which a head may share with its target.
@@ -242,14 +241,14 @@ def check_heads(folder: Path, target_folder: Path, open_target: OpenTarget, path
     with open_target(tuple(sorted(plan.layers))) as target:
         token_ids = _probe_ids(target)
         states, vocabulary = states_of(target, token_ids), target.vocabulary
-    reference, stored = _defined(plan, target_folder, token_ids, states), read_head_file(path)
+    wanted, stored = _defined(plan, target_folder, token_ids, states), read_head_file(path)
     floats, found = heads_of(plan, target_folder, token_ids[:1], states[:1]), {}
     floats = replace(floats, embedding=_embedding_of(plan, Checkpoint.open(target_folder), token_ids))
     for name, heads, kind, limits in (("as floats", floats, "F32", FLOATS), ("as stored", stored, "Q8_0", STORED)):
         with load_eagle(heads, vocabulary, heads.manifest.layers, threads=1, kind=kind) as head:
             encoded, behind = head.encode(states), range(1, token_ids.size)
             rows = [head.decode(token_ids[at : at + 1], encoded[at - 1 : at])[0].copy() for at in behind]
-        found[name] = compare_logits(reference, [np.stack(rows)[:, plan.drafted]])
+        found[name] = compare_logits(wanted, np.stack(rows)[:, plan.drafted])
         if complaint := found[name].complaint(limits):
             path.unlink()
             raise ExportRefused(f"{path} is wrong and was removed: compared with its definition, {complaint}")
@@ -347,7 +346,7 @@ def _embedding_of(plan: HeadPlan, target: Checkpoint, token_ids: NDArray[np.int3
     return Table(rows)
 
 
-def _defined(plan: HeadPlan, target_folder: Path, token_ids: NDArray[np.int32], states: Matrix) -> Reference:
+def _defined(plan: HeadPlan, target_folder: Path, token_ids: NDArray[np.int32], states: Matrix) -> Matrix:
     """What the definition scores behind every pair of a text, by the tokens that it can draft."""
     target, width, sizes = Checkpoint.open(target_folder), plan.target_width, _manifest(plan, target_folder)
     arrays: dict[str, Any] = {name: plan.weights(name) for name in plan.tensors if name not in OPTIONAL}
@@ -359,7 +358,8 @@ def _defined(plan: HeadPlan, target_folder: Path, token_ids: NDArray[np.int32], 
     embedded = _embedding_of(plan, target, token_ids).codes[token_ids[1:]]
     sees = np.tri(len(embedded), dtype=np.bool_)
     _, scored = layer(sizes, arrays, features @ arrays["fc"].T, embedded, sees)
-    return Reference((token_ids,), (scored @ _head_rows(plan, target).T,), None, "the definition")
+    found: Matrix = scored @ _head_rows(plan, target).T
+    return found
 
 
 def _opened_graph(path: Path, layers: tuple[int, ...]) -> Engine:

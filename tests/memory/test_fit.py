@@ -85,7 +85,7 @@ def test_without_a_budget_only_the_draft_gives_way() -> None:
     found = fitted(None, Limit("memory", room, "the limit of this container"), engine="llamacpp")
     assert whats(found) == ["draft"]
     assert "the limit of this container" in found.note
-    with pytest.raises(CapabilityError, match=r"This would fit: .*-c \d+.* \(memory= auto chooses it\)"):
+    with pytest.raises(CapabilityError, match=r"The smallest possible setup \(-c 512 .*\) needs"):
         fitted(None, Limit("memory", alone.plan.own_bytes - 6 * MIB, "a limit"), engine="llamacpp", drafter="none")
 
 

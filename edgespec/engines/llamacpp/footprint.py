@@ -102,7 +102,7 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
         cache=cache - cache_there,
         compute=compute,
         logits=4 * outputs * shape.vocabulary,
-        vocabulary=_TOKEN_BYTES * shape.vocabulary + _MERGE_BYTES * len(header.merges),
+        vocabulary=_TOKEN_BYTES * shape.vocabulary + _MERGE_BYTES * header.num_merges,
         device=weights_there + cache_there + (reserved + sizes.visiting if weights_there else 0),
         reserved=reserved - compute + _GRAPH_NODE_BYTES * _graph_nodes(header),
         context_length=context,
