@@ -151,8 +151,8 @@ def require_chat_template(settings: Settings, *, is_chat: bool = False) -> None:
 
 def _load(settings: Settings, parallel: NumSequences) -> Model:
     options = settings.part("load") | {"parallel": parallel}
-    with waiting(f"loading {options.get('model', 'demo')}") as on_progress:
-        return load(**options, on_progress=on_progress)
+    with waiting(f"loading {options.get('model', 'demo')}"):
+        return load(**options)
 
 
 def show_memory_note(model: Model) -> None:

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
-from edgespec.engines.onnx.eagle import load_eagle
+from edgespec.engines.onnx.file_heads import load_eagle
 from edgespec.errors import ConfigError, EdgespecError, ModelFileError
 from edgespec.export.check import PROBE_TEXTS, Comparison, ExportRefused, Limits, compare_logits
 from edgespec.formats.architectures import (

@@ -11,9 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from demo import DEMO
-from edgespec.engines.file_heads import NEVER
 from edgespec.engines.head import States
-from edgespec.engines.onnx.eagle import EagleHead, load_eagle
+from edgespec.engines.onnx.file_heads import NEVER, EagleHead, load_eagle
 from edgespec.errors import BatchError, CapabilityError
 from edgespec.formats.head_file import HeadFile, HeadManifest, Table, read_head_file
 from edgespec.kernels.library import library_path

@@ -43,7 +43,7 @@ def ask(drafter: HeadDrafter, text: TokenIds, told: int, most: int) -> Draft:
     """Draft behind `text` with the features of its last `told` tokens but the pending one."""
     sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
     features = features_of(text[:-1])[-told:] if told else np.zeros((0, 2 * VOCABULARY), np.float32)
-    return drafter.draft(DraftRequest(text, most, sampler, layer_inputs=features))
+    return drafter.draft(DraftRequest(text, most, sampler, features=features))
 
 
 @both
@@ -112,7 +112,7 @@ def test_a_draft_ends_behind_an_end_token_and_where_it_is_told_to(drafts, opens)
     text = np.arange(5, dtype=np.int32)
     drafter = drafts(opens(64), max_features=8)
     sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
-    request = DraftRequest(text, 9, sampler, layer_inputs=features_of(text[:-1]))
+    request = DraftRequest(text, 9, sampler, features=features_of(text[:-1]))
     whole = drafter.draft(request)
     assert (
         whole.num_tokens == (5 if opens is OpenBlock else 9)
@@ -126,7 +126,7 @@ def test_a_draft_ends_behind_an_end_token_and_where_it_is_told_to(drafts, opens)
         assert len(evidence) == 3
         return num_drafted < 2
 
-    told = drafter.draft(DraftRequest(text, 9, sampler, should_continue=two, layer_inputs=request.layer_inputs))
+    told = drafter.draft(DraftRequest(text, 9, sampler, should_continue=two, features=request.features))
     assert heard == [1, 2] and told.token_ids.tolist() == whole.token_ids[:2].tolist()
     third = int(whole.token_ids[2])
     ending = drafts(opens(64, frozenset({third})), max_features=8)
@@ -150,7 +150,8 @@ def test_a_block_of_a_head_that_knows_the_target_is_always_right() -> None:
     head = OpenBlock(400)
     head.table, head.share_of_state = np.stack([target.row((token,)) for token in range(VOCABULARY)]), 0.0
     cached, drafter = CachedSequence(target), DFlashDrafter(head, max_features=512)
-    cached.keep_layer_inputs(drafter.wants_layers)
+    target.state_layers = LAYERS
+    cached.keep_features(True)
     found = run_once(cached, drafter, "coupled", 9, Sampling(temperature=0.0, seed=7), 241, logprobs=False)
     assert len({event.token_id for event in found[-20:]}) > 3, "it must matter which token is the last one"
     assert sum(event.drafter is not None for event in found) == 200
@@ -164,7 +165,8 @@ def test_pairs_of_a_head_that_knows_the_target_are_always_right(rule: str) -> No
     head.table, head.share_of_state = np.stack([target.row((token,)) for token in range(VOCABULARY)]), 0.0
     cached, drafter = CachedSequence(target), Eagle3Drafter(head, max_features=512)
     sampling = Sampling(temperature=1.2, top_k=0, top_p=1.0, min_p=0.0, seed=7)
-    cached.keep_layer_inputs(drafter.wants_layers)
+    target.state_layers = LAYERS
+    cached.keep_features(True)
     found = run_once(cached, drafter, rule, 3, sampling, 201, logprobs=False)
     assert sum(event.drafter is not None for event in found) == 150
 

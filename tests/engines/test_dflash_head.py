@@ -31,11 +31,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaCppEngine]
 
 def features_of(target: LlamaCppEngine, layers: tuple[int, ...] = tuple(LAYERS)) -> np.ndarray:
     """Layer inputs of TOKENS, behind an empty cache that is left empty."""
-    target.give_layer_inputs(layers)
+    target.read_layers_alone(layers)
+    target.give_hidden_states(True)
     target.forward(Batch.chain(TOKENS, last_only=True))
-    found = target.layer_inputs()
+    found = target.hidden_states()
     target.rollback(0)
-    target.give_layer_inputs(())
+    target.give_hidden_states(False)
     return found
 
 

@@ -30,7 +30,7 @@ def test_each_text_has_states_and_a_cache_of_its_own() -> None:
 
 def test_opening_heads_takes_more_than_keeping_them() -> None:
     kept, opening = heads_bytes([EAGLE], 2048, 1)
-    assert opening == 9 * SIZE > kept > 0 == heads_bytes([DEMO / "heads" / "medusa.npz"], 2048, 1)[1]
+    assert opening == 9 * SIZE > kept > 0
     pair = resolve_pair(LoadOptions("demo", engine="onnx", heads=EAGLE, drafter="eagle"))
     plan = planned(LoadOptions("demo", engine="onnx", heads=EAGLE, drafter="eagle"), pair)
     assert replace(plan, heads_opening=1 << 40).own_bytes > 1 << 40

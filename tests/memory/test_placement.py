@@ -193,8 +193,7 @@ def test_room_is_what_devices_have_free_less_a_margin(monkeypatch):
     monkeypatch.setattr(devices, "gpus", lambda: found[:2])
     assert devices.room_on_devices(None) == int(7.5 * GIB) + int(2.75 * GIB)
     assert devices.room_on_devices(["Vulkan1"]) == int(2.75 * GIB)
-    with pytest.raises(CapabilityError, match=r"no GPU 'CUDA0'.*Vulkan0, Vulkan1"):
-        devices.room_on_devices(["CUDA0"])
+    assert devices.room_on_devices(["CUDA0"]) == 0
     monkeypatch.setattr(devices, "gpus", lambda: found)
     with pytest.raises(CapabilityError, match="driver of Vulkan2 does not report"):
         devices.room_on_devices(None)
