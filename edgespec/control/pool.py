@@ -33,7 +33,7 @@ from edgespec.platform.machine import processor
 from edgespec.types import TokenIds
 
 if TYPE_CHECKING:
-    from edgespec.corpus.store import LearntTexts
+    from edgespec.corpus.texts import LearntTexts
 
 
 METHOD = 7  # part of the cache key: raise it when what is kept changes

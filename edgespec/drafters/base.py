@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import Passes
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from edgespec.types import Draft, Evidence, TokenIds, Verdict
 
 

@@ -23,8 +23,8 @@ from edgespec.engines.sequence import PassRequest, answered
 from edgespec.errors import Cancelled, EdgespecError, EngineError
 from edgespec.generation.run_state import PassShare, Run
 from edgespec.reports import RoundRecord, TokenEvent
-from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import COMPARING, ROOT, Rule, TargetAt
+from edgespec.sampling.sampler import Sampler
 from edgespec.types import EMPTY_DRAFT, Distribution, Draft, Logits, TokenIds, Verdict
 
 Returned = TypeVar("Returned")

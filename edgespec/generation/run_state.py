@@ -16,7 +16,7 @@ from edgespec.engines.sequence import CachedSequence, Passes
 from edgespec.engines.widths import ClassWatch
 from edgespec.errors import Cancelled, PromptError, PromptTooLong
 from edgespec.reports import PromptProgress, RoundRecord, Stats, TokenEvent
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules, TextStream
 from edgespec.types import Logits, TokenIds
 

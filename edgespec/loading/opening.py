@@ -148,31 +148,20 @@ def _model_drafter(options: LoadOptions, file: ModelFile, target: Engine) -> Mod
 def has_chat_template(file: ModelFile) -> bool:
     """Whether a model comes with a chat template; reads the header of a GGUF, or the files beside an ONNX graph.
 
-    True where the files cannot be read: loading says better what is wrong with them.
+    True where the files cannot be read: loading says better what is wrong with them. Raises ModelFileError for a GGUF
+    that writes no text, such as a model that only gives embeddings.
     """
     try:
-        if file.is_gguf:
-            model_files(file.path)  # a part of a model holds no template, and says which file to open
-            header = read_header(file.path)
-            require_language_model(file.path, header)
-            return bool(header.metadata.get("tokenizer.chat_template"))
-        from edgespec.engines.onnx.tokenizer import read_chat_template
+        if not file.is_gguf:
+            from edgespec.engines.onnx.tokenizer import read_chat_template
 
-        return read_chat_template(file.path.parent) is not None
-    except (ModelFileError, OSError):
-        return True
-
-
-def require_writer_file(file: ModelFile) -> None:
-    """Raises ModelFileError for a model that gives embeddings only. A file that cannot be read passes: see above."""
-    if not file.is_gguf:
-        return
-    try:
+            return read_chat_template(file.path.parent) is not None
+        model_files(file.path)  # a part of a model holds no template, and says which file to open
         header = read_header(file.path)
     except (UsageError, OSError):
-        return
-    if gives_only_embeddings(header):
-        require_language_model(file.path, header)
+        return True
+    require_language_model(file.path, header)
+    return bool(header.metadata.get("tokenizer.chat_template"))
 
 
 def _check_contents(models: Iterable[ModelFile]) -> None:
@@ -275,7 +264,7 @@ def read_heads(options: LoadOptions, pair: ModelPair) -> dict[Path, HeadFile]:
     if options.drafter in HEAD_KINDS and options.drafter not in {each.manifest.kind for each in found.values()}:
         has = f"{paths[0].name} holds {found[paths[0]].manifest.kind} heads" if paths else f"{pair.name!r} has none"
         raise CapabilityError(
-            f"drafter {options.drafter!r} needs a heads file, and {has}: give --heads FILE (heads=...), made by "
+            f"drafter {options.drafter!r} needs a heads file, and {has}: give --heads FILE, made by "
             f"scripts/train/heads.py --kind {options.drafter}"
         )
     return found

@@ -131,7 +131,7 @@ class Chosen:
         draft = "no draft" if pair.draft is None else f"{pair.draft.name}, {self._draft.what},"
         raise CapabilityError(
             f"drafter {name!r} needs {(missing or needs[-1]).what} for a target on {' or '.join(engines)}, and "
-            f"{pair.name!r} has {draft} and runs on {runs_on}: give {(missing or needs[-1]).flags}"
+            f"{pair.name!r} has {draft} and runs on {runs_on}: give {(missing or needs[-1]).flag}"
             f"{'' if missing else f', with --engine {engines[0]}'}, or use --drafter {self.own or FALLBACK}"
         )
 

@@ -19,10 +19,10 @@ from edgespec.errors import EngineError
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.reports import TokenEvent
-from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import coupled
 from edgespec.sampling.constraint.grammar import Grammar
 from edgespec.sampling.constraint.state import Constraints
+from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from laws import MAKERS, VOCABULARY
 from table_engine import TableEngine

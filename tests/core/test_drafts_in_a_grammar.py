@@ -17,10 +17,10 @@ from edgespec.engines.head import Confidences, States
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
-from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.constraint.grammar import Grammar
 from edgespec.sampling.constraint.state import Constraints
+from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Logits, TokenIds
 from table_engine import TableEngine

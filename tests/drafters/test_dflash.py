@@ -28,8 +28,8 @@ from edgespec.generation.run_state import Run
 from edgespec.loading.drafts import find_aim, rank
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.plan import planned
-from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch
 from lossless import assert_same_text, assert_several_draft_apart, assert_window_changes_no_text
@@ -83,10 +83,10 @@ def test_a_text_longer_than_the_heads_window_stays_the_same(target_path: Path, h
 
 
 def test_auto_takes_the_head_as_the_pairs_draft(pair: edgespec.Model) -> None:
-    assert pair.draft_name == "dflash"
-    drafter = pair._pool.drafter("dflash")
+    assert pair.drafters.draft_name == "dflash"
+    drafter = pair.drafters.drafter("dflash")
     assert isinstance(drafter, DFlashDrafter) and drafter.costs_once
-    assert pair.drafter_bytes > drafter.bytes_used > 100_000
+    assert drafter.bytes_used > 100_000
 
 
 def repeating(folder: Path, from_anchor: bool | None) -> tuple[Path, Path]:

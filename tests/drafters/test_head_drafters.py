@@ -17,7 +17,7 @@ from edgespec.drafters.heads import DFlashDrafter, Eagle3Drafter, HeadDrafter
 from edgespec.engines.head import States
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import Cancelled
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from edgespec.types import Draft, TokenIds
 from lossless import run_once
 from simulation import known_curve

@@ -24,8 +24,8 @@ from edgespec.generation.decode import speculative
 from edgespec.generation.run_state import Run
 from edgespec.kernels.library import library_path
 from edgespec.reports import RoundRecord
-from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Logits, Verdict
 from head_tables import KINDS, VOCABULARY, request, table
@@ -235,7 +235,7 @@ def test_first_choices_stand_about_as_often_as_they_claim(kind: str) -> None:
                     stood.append(children[0] in verdict.accepted_nodes)
 
     with edgespec.load("demo", engine="llamacpp", drafter=kind, reproducible=False, threads=TEST_THREADS) as model:
-        controller = Noted(model._pool.drafter(kind), 16)
+        controller = Noted(model.drafters.drafter(kind), 16)
         cached = CachedSequence(model.target)
         cached.keep_features(True)
         for seed, prompt in enumerate(PROMPTS * 2):

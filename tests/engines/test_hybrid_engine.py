@@ -274,11 +274,11 @@ def test_a_layer_that_predicts_further_tokens_changes_no_bit(tmp_path: Path) -> 
     with opened(plain) as one, opened(both) as other:
         assert np.array_equal(chained(one, ids_of(20)), chained(other, ids_of(20)))
     with edgespec.load(both, threads=1) as model:
-        assert model.target.facts.name == "onnx" and "mtp" in model.drafter_names
+        assert model.target.facts.name == "onnx" and "mtp" in model.drafters.names
     odd = {"blk.4.nextn.other.weight": np.ones(3, np.float32)}
     unknown = write_qwen35(tmp_path / "unknown.gguf", has_mtp=True, tensors=odd)
     with edgespec.load(unknown, threads=1) as model:
-        assert model.target.facts.name == "onnx" and "mtp" not in model.drafter_names
+        assert model.target.facts.name == "onnx" and "mtp" not in model.drafters.names
 
 
 @pytest.mark.parametrize(

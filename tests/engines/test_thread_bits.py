@@ -96,7 +96,7 @@ def test_texts_are_the_same_whatever_the_threads_do(drafter: str) -> None:
     with edgespec.load("demo", engine="llamacpp", reproducible=True, threads=2, drafter=drafter) as model:
         ids = model.encode_chat([{"role": "user", "content": PROMPTS[1]}])
         expected = model.generate(ids, sampling, options)
-        pool = model._pool
+        pool = model.drafters
         for step, events in enumerate(model.stream(ids, sampling, options)):
             pool.use_threads(1 + step // 3 % 2)
             assert events.token_id == expected.token_ids[step]

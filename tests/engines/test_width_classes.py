@@ -21,8 +21,8 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
-from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch, Logits
 from table_engine import TableEngine

@@ -26,8 +26,8 @@ from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import speculative
 from edgespec.generation.run_state import Run
-from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import TokenIds
 from table_engine import TableEngine

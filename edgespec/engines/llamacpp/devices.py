@@ -126,14 +126,6 @@ def _described(handle: int) -> Device:
     return Device(texts[0], texts[1], known, free.value, total.value)
 
 
-def backends() -> list[str]:
-    """Names of the backends in this build, as ggml spells them: CPU, CUDA, Metal, RPC, Vulkan, ..."""
-    count = function("ggml_backend_reg_count", ctypes.c_size_t)()
-    get = function("ggml_backend_reg_get", ctypes.c_void_p, ctypes.c_size_t)
-    name_of = function("ggml_backend_reg_name", ctypes.c_char_p, ctypes.c_void_p)
-    return [name_of(get(index)).decode(errors="replace") for index in range(count)]
-
-
 LAYER = re.compile(r"blk\.(\d+)\.")
 EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
 # Left free on a device: the driver's own, and what other programs take meanwhile.
