@@ -11,13 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.chat.reasoning import AnswerParts, answer_parts, before_structure
-from edgespec.chat.template import CHILDREN, Ending, answer_prefix, encode_messages, num_characters, read_template
+from edgespec.chat.template import CHILDREN, answer_prefix, encode_messages, num_characters, read_template
 from edgespec.closing import Closing, closed_on_failure
 from edgespec.config.options import GenerateOptions, LoadKeywords, LoadOptions, Sampling
 from edgespec.config.values import LOSSY, DrafterName
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
-from edgespec.engines.progress import reporting_to
 from edgespec.errors import CapabilityError, ConfigError, PromptError, SamplingError, shown
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
@@ -46,14 +45,13 @@ from edgespec.reports import RoundRecord, Stats
 from edgespec.sampling.constraint.grammar import Grammar
 from edgespec.sampling.constraint.state import Constraint, Constraints
 from edgespec.sampling.sampler import Sampler
-from edgespec.types import Progress, TokenIds
+from edgespec.types import TokenIds
 
 __all__ = ["Generation", "Messages", "Model", "Prompt", "Result", "load"]
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 OnRound = Callable[[RoundRecord], None]
 _MOST_CHARACTERS = 16  # of a prediction, per token of the context
-_NOTABLE_PADDING_COST = 1.15  # slowdown of single-token steps by padding, from which on a note reports it
 
 
 class Model(Closing):
@@ -111,13 +109,14 @@ class Model(Closing):
         """Remarks on the effective configuration that the user should see."""
         notes = [self.memory.note] if self.memory is not None and self.memory.note else []
         notes += self.target.facts.notes
+        pinned = self.target.facts.pinned_class
         if not self.reproducible:
             notes += self._why_not_reproducible()
-        elif self.target.facts.padding_cost > _NOTABLE_PADDING_COST:
-            slowdown = f"{self.target.facts.padding_cost:.2f}x slower"
+        elif pinned is not None and pinned[0] > 1:
             fix = "-ctk q8_0 may help; " if self.target.facts.name == "llamacpp" else ""
             notes.append(
-                f"Reproducible mode: single-token steps are {slowdown} on this model; {fix}see --no-reproducible"
+                f"Reproducible mode: a single token takes a pass of {pinned[0]} on this model; {fix}see "
+                "--no-reproducible"
             )
         notes += [note for drafter in list(self.drafters.drafters.values()) for note in drafter.notes]
         if not self.target.facts.writes:
@@ -170,24 +169,19 @@ class Model(Closing):
         messages: Messages,
         tools: Messages | None = None,
         template_arguments: Mapping[str, Any] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool | None = None,
     ) -> list[int]:
         """Token ids of a conversation, rendered by the model's chat template up to the start of the assistant's turn.
 
         If the last message is an assistant's text, they end behind it: the answer goes on from there. `messages` and
         `tools` as in OpenAI's API; `template_arguments`: further arguments of the template, such as
-        `{"enable_thinking": False}` for Qwen3. `add_generation_prompt`, `continue_final_message`: as in transformers;
-        None: the answer goes on from an assistant's text if there is one. Raises PromptError if the model has no chat
-        template or the template rejects the messages, leaves out the text to go on from, or does not use an argument.
+        `{"enable_thinking": False}` for Qwen3. Raises PromptError if the model has no chat template or the template
+        rejects the messages, leaves out the text to go on from, or does not use an argument.
         """
         messages = checked_chat(messages)
         tools = checked_tools(tools)
         require_writer(self.target.facts)
         with self._executor.vocabulary() as vocabulary:
-            ending = Ending(add_generation_prompt, continue_final_message)
-            return encode_messages(vocabulary, messages, tools, self.pair.name, template_arguments, ending)
+            return encode_messages(vocabulary, messages, tools, self.pair.name, template_arguments)
 
     @refuses_unknown_keywords
     def stream(
@@ -296,9 +290,9 @@ class Model(Closing):
         """The reasoning, the text and the tool calls of a chat's result.
 
         `tools`: those that the chat had; `messages`: its own, needed where the last was an answer that was cut while it
-        reasoned. A call that does not parse stays in the text; one that `max_tokens` cut has the beginning of its
-        arguments. Raises CapabilityError for tools with a model whose chat template writes calls in no known form,
-        StateError if the model is closed.
+        reasoned. A call that does not parse stays in the text, as does one that `max_tokens` cut. Raises
+        CapabilityError for tools with a model whose chat template writes calls in no known form, StateError if the
+        model is closed.
         """
         result = of_kind("result", result, Result, ConfigError)
         prefix = answer_prefix(messages) if messages else ""
@@ -400,16 +394,8 @@ class Model(Closing):
         self._executor.close()
 
 
-def load(
-    model: str | os.PathLike[str] | LoadOptions = "demo",
-    *,
-    on_progress: Progress | None = None,
-    **options: Unpack[LoadKeywords],
-) -> Model:
+def load(model: str | os.PathLike[str] | LoadOptions = "demo", **options: Unpack[LoadKeywords]) -> Model:
     """Load a pair by registry name or path, with the fields of `LoadOptions` as keywords; or by one `LoadOptions`.
-
-    `on_progress`: called with (steps done, steps in all, what is being done) during slow steps, such as those of the
-    first load with `reproducible=True`. If it raises an exception the load ends, and measurements so far are kept.
 
     Raises ConfigError for an unknown option, a bad value or a file that is not a chat template, ModelNotFound,
     ModelFileError, VocabularyMismatch (names the first token that differs), and CapabilityError if the model or engine
@@ -428,7 +414,7 @@ def load(
         chosen = LoadOptions(model=model, **given)  # type: ignore[arg-type]  # LoadOptions accepts any path
     template = read_template(chosen.chat_template_file)
     try:
-        with reporting_to(on_progress), keeping_headers():
+        with keeping_headers():
             room = Room.now(chosen.memory)
             if not room.has_resource_limits:
                 CHILDREN.warm()

@@ -184,18 +184,23 @@ class IncrementalDecoder:
         return self._decoder.decode(b"", final=True)
 
 
+def check_same_names(target: Iterable[str], draft: Iterable[str]) -> None:
+    """Raise VocabularyMismatch, naming the first token id whose text differs; padding at the end may differ."""
+    for token_id, (ours, theirs) in enumerate(zip(target, draft, strict=False)):
+        if ours != theirs:
+            raise VocabularyMismatch(
+                f"target and draft have different vocabularies: token {token_id} is {ours!r} in the target and "
+                f"{theirs!r} in the draft. Use a draft of the same model family, or --drafter ngram (no draft model)"
+            )
+
+
 def check_same_vocabulary(target: Vocabulary, draft: Vocabulary) -> None:
     """Raise VocabularyMismatch, naming the first token id whose text differs.
 
     The sizes may differ by padding: an id that only the draft has is never accepted, and an id that only the target has
     is never proposed.
     """
-    for token_id, (ours, theirs) in enumerate(zip(target.token_names(), draft.token_names(), strict=False)):
-        if ours != theirs:
-            raise VocabularyMismatch(
-                f"target and draft have different vocabularies: token {token_id} is {ours!r} in the target and "
-                f"{theirs!r} in the draft. Use a draft of the same model family, or --drafter ngram (no draft model)"
-            )
+    check_same_names(target.token_names(), draft.token_names())
     if target.bos_id != draft.bos_id or target.adds_bos != draft.adds_bos:
         raise VocabularyMismatch(
             f"target and draft begin texts differently: bos {target.bos_id} (added: {target.adds_bos}) against "

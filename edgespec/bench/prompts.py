@@ -16,7 +16,7 @@ from pathlib import Path
 
 from edgespec.config.table import did_you_mean
 from edgespec.errors import ConfigError, PromptError
-from edgespec.loading.sample_prompts import PROMPTS
+from edgespec.loading.drafts import PROMPTS
 from edgespec.platform.files import read_text
 from edgespec.runtime import Model
 from edgespec.vocabulary import Vocabulary

@@ -165,7 +165,8 @@ class Divergence:
     """The first token that differs. `position` counts from 0 in the answer; a token id is None if that answer ended.
 
     `logit_margin`: difference of the target's log probabilities of the two tokens (natural log). Close to 0 means a
-    near-tie that rounding decided; large means a defect. None if one answer ended.
+    near-tie that rounding decided; large means a defect. None if one answer ended. The token ids are the same where
+    only their log probabilities differ.
     """
 
     position: int
@@ -174,16 +175,21 @@ class Divergence:
     logit_margin: float | None
 
 
-def first_divergence(plain: Measurement, drafted: Measurement) -> Divergence | None:
-    """The first difference of two answers to one prompt, whose log probabilities are kept; None if they are equal."""
-    pairs = zip(plain.token_ids, drafted.token_ids, strict=False)
-    position = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+def first_divergence(plain: Measurement, drafted: Measurement, *, exact: bool) -> Divergence | None:
+    """The first difference of two answers to one prompt, whose log probabilities are kept; None if they are equal.
+
+    `exact`: their log probabilities have to be equal too, as they are in reproducible mode.
+    """
+    ours, theirs = (
+        list(zip(each.token_ids, each.logprobs if exact else each.token_ids, strict=True)) for each in (plain, drafted)
+    )
+    position = next((i for i, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), None)
     if position is None:
         if len(plain.token_ids) == len(drafted.token_ids):
             return None
         position = min(len(plain.token_ids), len(drafted.token_ids))
-        ours, theirs = ((*ids[position : position + 1], None)[0] for ids in (plain.token_ids, drafted.token_ids))
-        return Divergence(position, ours, theirs, None)
+        first, second = ((*ids[position : position + 1], None)[0] for ids in (plain.token_ids, drafted.token_ids))
+        return Divergence(position, first, second, None)
     # Both rows follow the same text, so their normalisers are equal and log probabilities differ as the logits do.
     margin = plain.logprobs[position] - drafted.logprobs[position]
     return Divergence(position, plain.token_ids[position], drafted.token_ids[position], margin)

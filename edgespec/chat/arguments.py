@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from edgespec.chat.marks import begun
 from edgespec.chat.messages import JSON
 
 if TYPE_CHECKING:
@@ -28,22 +27,16 @@ _WORD = re.compile(rf"(?:{'|'.join(_WORDS)})\b")
 _NUMBER = re.compile(r"\+?(-?)0*(\d{1,400})(\.\d{0,400})?([eE][-+]?\d{1,3})?")
 _BEGUN_WORD = re.compile(r"[\w.+-]*\Z")  # at the end, where it may become a word or a number, or go on
 _TEXT = re.compile(r'"(?:[^"\\]+|\\.)*+"', re.DOTALL)
-_BEGUN_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u[0-9a-fA-F]{0,3})?\Z")
 _ESCAPED = re.compile(r"""\\([\\'"nrt])""")
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t"}
 
 
 class Unfinished(ValueError):
-    """The text ends within a value or a call. `written`: what there is of the value as JSON, likewise cut.
+    """The text ends within a value or a call, which may go on. `calls`: the complete ones before it."""
 
-    `key`: of the value where it is a member. `calls`: those before it; `call`: this one, where its name is complete.
-    """
-
-    def __init__(self, written: str = "") -> None:
+    def __init__(self, calls: Sequence[ToolCall] = ()) -> None:
         super().__init__("the text ends here")
-        self.written, self.key = written, ""
-        self.calls: list[ToolCall] = []
-        self.call: ToolCall | None = None
+        self.calls = list(calls)
 
 
 def dumped(value: object) -> str:
@@ -95,16 +88,6 @@ def as_json(text: str) -> str:
     return value
 
 
-def complete_members(text: str) -> dict[str, Any]:
-    """The members of a JSON object that may be cut, as far as they are complete."""
-    found = dict[str, Any]()
-    with suppress(ValueError):
-        for key, value, end in ValueReader(text).members(text.index("{") + 1):
-            if value[-1] in '"]}' or text[end:].lstrip()[:1] in (",", "}"):  # else a number may go on
-                found[loaded(key)] = loaded(value)
-    return found
-
-
 class ValueReader:
     """Reads values from a place on; each method returns (JSON, where the value ends).
 
@@ -131,7 +114,7 @@ class ValueReader:
             raise Unfinished if self._is_json else ValueError("nested too deeply")
         if begin == "{" and self._doubles and self.is_over("{", at + 1):
             value, at = self.value(at + 1, depth + 1)
-            return value, self._behind("}", at, value)
+            return value, self._behind("}", at)
         if begin == "{":
             return self.object(at + 1, depth=depth + 1)
         if begin == "[":
@@ -144,24 +127,14 @@ class ValueReader:
 
     def object(self, at: int, closing: str = "}", colon: str = ":", depth: int = 0) -> tuple[str, int]:
         """An object whose first member begins at `at`."""
-        members = list[str]()
-        try:
-            for key, value, _ in self.members(at, closing, colon, depth):
-                members.append(f"{key}: {value}")
-        except Unfinished as exc:
-            last = [f"{exc.key}: {exc.written}"] if exc.key and exc.written else []
-            raise Unfinished("{" + ", ".join([*members, *last])) from None
+        members = [f"{key}: {value}" for key, value, _ in self.members(at, closing, colon, depth)]
         return "{" + ", ".join(members) + "}", self.end
 
     def members(self, at: int, closing: str = "}", colon: str = ":", depth: int = 0) -> Iterator[tuple[str, str, int]]:
         """(key, value, where it ends) of each member from `at` on; keys may be bare."""
         while not self.is_over(closing, at):
             key, at = self._key(at, colon)
-            try:
-                value, at = self.value(at, depth)
-            except Unfinished as exc:
-                exc.key = key
-                raise
+            value, at = self.value(at, depth)
             yield key, value, at
             at = self._behind_comma(closing, at)
         self.end = behind_blanks(self._text, at) + 1
@@ -181,10 +154,10 @@ class ValueReader:
     def is_over(self, closing: str, at: int) -> bool:
         return self._text.startswith(closing, behind_blanks(self._text, at))
 
-    def _behind(self, closing: str, at: int, written: str = "") -> int:
+    def _behind(self, closing: str, at: int) -> int:
         at = behind_blanks(self._text, at)
         if at == len(self._text):
-            raise Unfinished(written)
+            raise Unfinished
         if not self._text.startswith(closing, at):
             raise ValueError(f"{closing} is missing")
         return at + 1
@@ -209,25 +182,22 @@ class ValueReader:
     def _up_to(self, mark: str, begin: int) -> tuple[str, int]:
         end = self._text.find(mark, begin)
         if end < 0:
-            text = self._text[begin:]
-            raise Unfinished(begun_text(text, mark) if begin <= len(self._text) else "")
+            raise Unfinished
         return dumped(self._text[begin:end]), end + len(mark)
 
     def _between_quotes(self, at: int) -> tuple[str, int]:
         found = _TEXT.match(self._text, at)
         if found is None:
-            text = _BEGUN_ESCAPE.sub(r"\1", self._text[at:]) + '"'
-            raise Unfinished(dumped(_WITH_LINE_ENDS.decode(text))[:-1])
+            raise Unfinished
         return dumped(_WITH_LINE_ENDS.decode(found[0])), found.end()
 
     def _between_apostrophes(self, begin: int) -> tuple[str, int]:
         end = self._text.find("'", begin)
         while end >= 0 and not self._ends_text(begin, end):
             end = self._text.find("'", end + 1)
-        raw = self._text[begin:end] if end >= 0 else self._text[begin:]
-        text = _ESCAPED.sub(lambda found: _ESCAPES.get(found[1], found[1]), raw)
         if end < 0:
-            raise Unfinished(begun_text(text))
+            raise Unfinished
+        text = _ESCAPED.sub(lambda found: _ESCAPES.get(found[1], found[1]), self._text[begin:end])
         return dumped(text), end + 1
 
     def _ends_text(self, begin: int, at: int) -> bool:
@@ -238,13 +208,10 @@ class ValueReader:
 
     def _list(self, at: int, depth: int) -> tuple[str, int]:
         values = list[str]()
-        try:
-            while not self.is_over("]", at):
-                value, at = self.value(at, depth)
-                values.append(value)
-                at = self._behind_comma("]", at)
-        except Unfinished as exc:
-            raise Unfinished("[" + ", ".join([*values, *([exc.written] if exc.written else [])])) from None
+        while not self.is_over("]", at):
+            value, at = self.value(at, depth)
+            values.append(value)
+            at = self._behind_comma("]", at)
         return "[" + ", ".join(values) + "]", behind_blanks(self._text, at) + 1
 
     def _key(self, at: int, colon: str) -> tuple[str, int]:
@@ -258,11 +225,6 @@ class ValueReader:
             raise ValueError("no key")
         key, at = self.value(at)
         return key, self._behind(colon, at)
-
-
-def begun_text(text: str, mark: str = "") -> str:
-    """JSON of a text that is cut, perhaps within the `mark` that ends it."""
-    return dumped(text[: len(text) - begun(text, mark)])[:-1]
 
 
 _MOST_REFERENCES = 16
@@ -314,35 +276,7 @@ def kinds_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str
     for name in _CHOICES:
         for each in known[name] if isinstance(known.get(name), list) and depth < _MOST_REFERENCES else ():
             found |= kinds_of(each, root, depth + 1)
-    if not found and (listed := listed_of(known, root)) is not None and any(isinstance(each, str) for each in listed):
-        found.add("string")
     return found
-
-
-def listed_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> list[Any] | None:
-    """All values that a schema allows, where it lists them; None where it does not."""
-    known = resolved(schema, root)
-    if isinstance(known.get("enum"), list):
-        return list(known["enum"])
-    if "const" in known:
-        return [known["const"]]
-    if known.get("type") == "null":
-        return [None]
-    choices = next((known[name] for name in _CHOICES[:2] if isinstance(known.get(name), list)), None)
-    if not choices or depth > _MOST_REFERENCES:
-        return None
-    found = list[Any]()
-    for each in choices:
-        listed = listed_of(each, root, depth + 1)
-        if listed is None:
-            return None
-        found += listed
-    return found
-
-
-def bare(value: object) -> str:
-    """A value without quotation marks around texts."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def as_typed(text: str, key: str, parameters: Mapping[str, Any]) -> str:
@@ -350,12 +284,7 @@ def as_typed(text: str, key: str, parameters: Mapping[str, Any]) -> str:
 
     Where the schema allows texts, only JSON of another type that it names is none; without a type it may be anything.
     """
-    schema = schema_of(key, parameters)
-    listed = listed_of(schema, parameters)
-    for value in listed or ():
-        if bare(value) == text:
-            return dumped(value)
-    kinds = kinds_of(schema, parameters)
+    kinds = kinds_of(schema_of(key, parameters), parameters)
     try:
         if "string" not in kinds:
             return as_json(text.strip())
@@ -363,12 +292,6 @@ def as_typed(text: str, key: str, parameters: Mapping[str, Any]) -> str:
     except ValueError:
         return dumped(text)
     return text.strip() if _kinds_of_value(value) & kinds else dumped(text)
-
-
-def begun_value(text: str, key: str, parameters: Mapping[str, Any]) -> str:
-    """JSON of an argument's bare `text` that is cut: as it stands where the schema names types without texts."""
-    kinds = kinds_of(schema_of(key, parameters), parameters)
-    return text.strip() if kinds and "string" not in kinds else dumped(text)[:-1]
 
 
 def _kinds_of_value(value: object) -> set[str]:

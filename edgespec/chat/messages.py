@@ -126,8 +126,8 @@ def part_text(part: object) -> str | None:
     kind = _kind(part)
     if kind in _THOUGHTS:
         return ""
-    if kind in ("document", "search_result"):  # Anthropic's
-        source = part.get("source") if kind == "document" else part
+    if kind == "document":  # Anthropic's
+        source = part.get("source")
         source = source if isinstance(source, Mapping) else {}
         inner = source.get("data") if source.get("type") == "text" else source.get("content")
         texts = [part_text(each) for each in inner] if isinstance(inner, list) else [inner]
@@ -146,13 +146,8 @@ def _checked(message: object, index: int, *, is_old: bool) -> Message:
         raise PromptError(f"message {index} must be an object with role and content, got {shown(message)}")
     checked = dict(message)
     role = message.get("role")
-    if role == "function":  # OpenAI's first name of the role, and below of a call
-        checked["role"] = role = "tool"
     if not isinstance(role, str) or role not in ROLES:
         raise PromptError(f"message {index} has the role {shown(role)}; allowed: {', '.join(ROLES)}")
-    former = checked.pop("function_call", None)
-    if role == "assistant" and former and not checked.get("tool_calls"):
-        checked["tool_calls"] = [{"type": "function", "function": former}]
     checked["content"] = content = _content(checked, index, is_strict=role in ("system", "user") and not is_old)
     if not isinstance(content, str):
         raise PromptError(f"message {index} has no text content, got {type(content).__name__}")
@@ -202,11 +197,9 @@ def _call(call: Any, index: int) -> Any:
     """A tool call with its arguments as an object, which templates expect; OpenAI's API sends a JSON string."""
     if not isinstance(call, Mapping):
         raise PromptError(f"message {index} has a tool call that is not an object")
-    custom, function = call.get("custom"), call.get("function")
-    if call.get("type") == "custom" and isinstance(custom, Mapping):  # OpenAI's with a text in place of JSON
-        function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
-    elif "function" not in call:
+    if "function" not in call:
         return call
+    function = call["function"]
     if not isinstance(function, Mapping):
         raise PromptError(f"message {index} has a tool call whose function is {shown(function)}; allowed: an object")
     return {**call, "function": {**function, "arguments": read_arguments(function.get("arguments"))}}
@@ -224,18 +217,15 @@ def wants_short_ids(template: str) -> bool:
 def with_short_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """`messages` in which calls, and the results that answer them, have ids of nine letters and digits.
 
-    Equal ids stay equal, and a call has the same one in every turn. A result without an id answers the next call of
-    the last message with calls.
+    Equal ids stay equal, and a call has the same one in every turn; a call without an id is named by its place.
     """
-    found, open_ids = list[dict[str, Any]](), list[str]()
+    found = list[dict[str, Any]]()
     for place, message in enumerate(messages):
         if calls := message.get("tool_calls"):
-            open_ids = [_short(call.get("id") or f"call {place} {index}") for index, call in enumerate(calls)]
-            named = [{**call, "id": name} for call, name in zip(calls, open_ids, strict=True)]
+            named = [{**call, "id": _short(call.get("id") or f"{place} {n}")} for n, call in enumerate(calls)]
             message = message | {"tool_calls": named}
         elif message.get("role") == "tool":
-            given = message.get("tool_call_id") or (open_ids.pop(0) if open_ids else f"call {place}")
-            message = message | {"tool_call_id": _short(given)}
+            message = message | {"tool_call_id": _short(message.get("tool_call_id"))}
         found.append(message)
     return found
 

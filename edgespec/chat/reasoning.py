@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from edgespec.chat.marks import ANSWER_HEADER, ChannelSplitter, Marks, begun, control_text, reasoning_marks
-from edgespec.chat.tool_forms import call_form
+from edgespec.chat.tool_forms import Form, call_form
 from edgespec.chat.tools import ToolCall, ToolParser
 from edgespec.config.options import GenerateOptions
 from edgespec.errors import CapabilityError, PromptError
@@ -50,10 +50,6 @@ class Reasoning:
         if self.marks.has_channels:
             return ChannelSplitter(is_open=self.is_open, is_answering=self.is_answering)
         return ReasoningSplitter(self.marks, parser, is_open=self.is_open)
-
-    def spelled(self, vocabulary: Vocabulary, token_id: int) -> str:
-        """The name of a control token of the marks; empty for any other token, and for marks that print themselves."""
-        return control_text(vocabulary, token_id, self.marks.names)
 
 
 class ReasoningSplitter:
@@ -145,6 +141,67 @@ class ReasoningSplitter:
         return len(self._held)
 
 
+class SplitText(NamedTuple):
+    """What became certain at once."""
+
+    reasoning: str
+    text: str
+    calls: list[ToolCall]
+
+
+class AnswerSplitter:
+    """Splits one answer, as its tokens come, into reasoning, text and tool calls.
+
+    `reasoning`: how it reasons; None leaves that in the text. `form`: of the calls of `tools`; None leaves them there.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        reasoning: Reasoning | None = None,
+        form: Form | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self._vocabulary = vocabulary
+        self.parser = None if form is None else ToolParser(form, tools)
+        self.splitter = None if reasoning is None else reasoning.splitter(self.parser)
+        self._names = (*(form.marks if form else ()), *(reasoning.marks.names if reasoning else ()))
+        self._num_bytes = 0  # of the text, reasoning and marks included
+        self.begins_at = 0 if reasoning is None else None  # byte of the text where the answer begins behind reasoning
+
+    def push(self, token_id: int | None, text: str) -> SplitText:
+        """What is certain after a token and the `text` that is known with it; None: no token."""
+        mark = ""
+        if self._names and token_id is not None:
+            mark = control_text(self._vocabulary, token_id, self._names)
+        self._num_bytes += _num_bytes(text)
+        if self.splitter is None:
+            return self._parsed("", mark + text)
+        reasoning, answer = self.splitter.push(mark + text)
+        if answer and self.begins_at is None:
+            self.begins_at = max(0, self._num_bytes - _num_bytes(answer) + len(mark))
+        return self._parsed(reasoning, answer)
+
+    def finish(self, *, is_cut: bool = False) -> SplitText:
+        """What was held back, at the end of the answer; a limit may have cut it."""
+        reasoning, answer = ("", "") if self.splitter is None else self.splitter.finish(is_cut=is_cut)
+        if answer and self.begins_at is None:
+            has_reasoned = self.splitter is not None and self.splitter.has_reasoned
+            self.begins_at = max(0, self._num_bytes - _num_bytes(answer)) if has_reasoned else 0
+        found = self._parsed(reasoning, answer)
+        if self.parser is None:
+            return found
+        rest, calls = self.parser.finish(is_cut=is_cut)
+        return SplitText(reasoning, found.text + rest, found.calls + calls)
+
+    def _parsed(self, reasoning: str, answer: str) -> SplitText:
+        return SplitText(reasoning, *((answer, []) if self.parser is None else self.parser.push(answer)))
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode("utf-8", "replace"))
+
+
 def before_structure(
     vocabulary: Vocabulary, prompt_ids: Sequence[int], options: GenerateOptions, prefix: str = ""
 ) -> list[int]:
@@ -208,37 +265,12 @@ def answer_parts(
         raise CapabilityError(
             "this model's chat template writes no tool calls in a form that is known: leave out tools"
         )
-    parser = None if form is None else ToolParser(form, tools)
-    reasoning = Reasoning.of(vocabulary, prompt_ids, prefix)
-    splitter = None if reasoning is None else reasoning.splitter(parser)
-    names = (*(parser.marks if parser else ()), *(reasoning.marks.names if reasoning else ()))
-    thoughts, texts, calls = list[str](), list[str](), list[ToolCall]()
-
-    def take(thought: str, rest: str) -> None:
-        thoughts.append(thought)
-        if parser is None:
-            texts.append(rest)
-        elif not parser.is_over:  # what a model writes behind its calls is no part of the answer
-            shown, more = parser.push(rest)
-            texts.append(shown)
-            calls.extend(more)
-
-    for part in _spelled(vocabulary, token_ids, text, names):
-        take(*(("", part) if splitter is None else splitter.push(part)))
-    if splitter is not None:
-        take(*splitter.finish(is_cut=is_cut))
-    if parser is not None:
-        rest, more = parser.finish(is_cut=is_cut)
-        texts.append(rest)
-        calls += more
-    return AnswerParts("".join(thoughts), "".join(texts), tuple(calls))
-
-
-def _spelled(vocabulary: Vocabulary, token_ids: Sequence[int], text: str, names: Sequence[str]) -> list[str]:
-    """The text token by token, with the names of the control tokens among `names`, which print nothing."""
-    decoder, parts, num_read = IncrementalDecoder(vocabulary), list[str](), 0
+    splitter = AnswerSplitter(vocabulary, Reasoning.of(vocabulary, prompt_ids, prefix), form, tools)
+    decoder, parts, num_read = IncrementalDecoder(vocabulary), list[SplitText](), 0
     for token_id in token_ids:
-        length = len(decoder.push(token_id))
-        parts.append(control_text(vocabulary, token_id, names) + text[num_read : num_read + length])
-        num_read += length
-    return [*parts, text[num_read:]]
+        end = num_read + len(decoder.push(token_id))
+        parts.append(splitter.push(token_id, text[num_read:end]))
+        num_read = end
+    parts += [splitter.push(None, text[num_read:]), splitter.finish(is_cut=is_cut)]
+    reasoning, answer = ("".join(getattr(part, name) for part in parts) for name in ("reasoning", "text"))
+    return AnswerParts(reasoning, answer, tuple(call for part in parts for call in part.calls))

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pickle import PicklingError
-from typing import Any, NamedTuple
+from typing import Any
 
 from edgespec.chat.marks import PRINTED_MARKS
 from edgespec.chat.messages import Message, checked_messages, wants_short_ids, with_short_ids
@@ -30,27 +30,6 @@ CHILDREN = Containment("edgespec.chat.sandbox", most=2, limit_s=2.0)
 _TOO_DEEP = "the messages or tools are nested too deeply"
 _THINKING = re.compile(r"\.thinking\b|\[.thinking.\]")
 _FIX = "give another with --chat-template-file, or use --no-chat-template"
-
-
-class Ending(NamedTuple):
-    """How a prompt ends. `opens`: with the beginning of the assistant's turn, unless it goes on from a text.
-
-    `continues`: whether it goes on from the last message, an assistant's text; None: if it is one. Requests call them
-    `add_generation_prompt` and `continue_final_message`.
-    """
-
-    opens: bool = True
-    continues: bool | None = None
-
-    def is_begun(self, last: Message) -> bool:
-        """Whether the answer goes on from the `last` message. Raises PromptError where it must and cannot."""
-        has_begun = bool(begun_answer(last))
-        if self.continues and not has_begun:
-            raise PromptError("continue_final_message needs a conversation that ends with a text of the assistant")
-        return has_begun and self.continues is not False
-
-
-USUAL_ENDING = Ending()
 
 
 def begun_answer(message: Message) -> str:
@@ -102,22 +81,18 @@ def render_chat(
     Raises PromptError if a message or argument is not valid or the template rejects the conversation, CapabilityError
     if the template is broken or does something forbidden.
     """
-    given: dict[str, Any] = {"tools": list(tools) if tools else None, "bos_token": bos_token, "eos_token": eos_token}
-    given |= {"add_generation_prompt": add_generation_prompt}
-    found = [_with_thinking(source, message) for message in checked_messages(messages)]
-    return _render(source, given, arguments or {}, found)
-
-
-def _render(source: str, names: Mapping[str, Any], arguments: Mapping[str, Any], found: Sequence[Message]) -> str:
-    """Raises as `render_chat`."""
-    messages, others = with_tools(source, found, names["tools"])
-    given = {**names, "messages": messages, **others}
+    arguments, given_tools = arguments or {}, list(tools) if tools else None
+    found, others = with_tools(
+        source, [_with_thinking(source, each) for each in checked_messages(messages)], given_tools
+    )
+    given: dict[str, Any] = {"messages": found, "tools": given_tools, "bos_token": bos_token, "eos_token": eos_token}
+    given |= {"add_generation_prompt": add_generation_prompt} | others
     for name in arguments:
         if name in given or name not in source:
             what = "gets this from edgespec" if name in given else "does not use it"
             raise PromptError(f"the chat template of this model cannot be given the argument {shown(name)}: it {what}")
     try:
-        return CHILDREN.run(_in_child, source, {**given, **(arguments or {})})
+        return CHILDREN.run(_in_child, source, {**given, **arguments})
     except Overrun as exc:
         raise CapabilityError(f"the model's chat template cannot be used: {exc}; {_FIX}") from exc
     except RecursionError as exc:
@@ -160,36 +135,27 @@ def encode_messages(
     tools: Sequence[Mapping[str, Any]] | None,
     model_name: str,
     arguments: Mapping[str, Any] | None = None,
-    ending: Ending = USUAL_ENDING,
 ) -> list[int]:
     """Token ids of a conversation, rendered by the vocabulary's template up to the start of the assistant's turn.
 
-    Where the last message is an assistant's text, they end behind it, so that the model goes on from there, unless
-    `ending` says otherwise. Raises PromptError if there is no template or it leaves that text out, and the errors of
-    `render_chat`.
+    Where the last message is an assistant's text, they end behind it, so that the model goes on from there. Raises
+    PromptError if there is no template or it leaves that text out, and the errors of `render_chat`.
     """
     source = vocabulary.chat_template
     if source is None:
         raise PromptError(f"model {model_name!r} has no chat template: use --no-chat-template or generate()")
-    ids = encode_rendered(vocabulary, _renderer(vocabulary, source), messages, tools, arguments, ending)
+    ends = (vocabulary.bos_id, vocabulary.eos_id)
+    bos, eos = ("" if token_id is None else vocabulary.token_name(token_id) for token_id in ends)
+    takes_short_ids = wants_short_ids(source)
+
+    def render(messages: Sequence[Message], **others: Any) -> str:
+        given = with_short_ids(messages) if takes_short_ids else messages
+        return render_chat(source, given, bos_token=bos, eos_token=eos, **others)
+
+    ids = encode_rendered(vocabulary, render, messages, tools, arguments)
     if vocabulary.adds_bos and vocabulary.bos_id is not None and ids[:1] != [vocabulary.bos_id]:
         ids.insert(0, vocabulary.bos_id)
     return ids
-
-
-def _renderer(vocabulary: Vocabulary, source: str) -> Callable[..., str]:
-    """`render_chat` with the template `source`, as the vocabulary needs it."""
-    bos, eos = (_name_of(vocabulary, token_id) for token_id in (vocabulary.bos_id, vocabulary.eos_id))
-    short = with_short_ids if wants_short_ids(source) else None
-
-    def render(messages: Sequence[Message], **others: Any) -> str:
-        return render_chat(source, short(messages) if short else messages, bos_token=bos, eos_token=eos, **others)
-
-    return render
-
-
-def _name_of(vocabulary: Vocabulary, token_id: int | None) -> str:
-    return "" if token_id is None else vocabulary.token_name(token_id)
 
 
 def num_characters(*values: Any) -> int:
@@ -246,7 +212,6 @@ def encode_rendered(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     arguments: Mapping[str, Any] | None = None,
-    ending: Ending = USUAL_ENDING,
 ) -> list[int]:
     """Token ids of rendered `messages` and `tools`, in which only the template can produce control tokens.
 
@@ -255,8 +220,9 @@ def encode_rendered(
     `add_generation_prompt` False where an assistant's text at the end is to be continued. Raises its errors, and
     PromptError for messages that are not valid or a text that is not shown.
     """
-    given = _given(messages, tools, arguments)
-    has_begun = ending.is_begun(given["messages"][-1])
+    given: dict[str, Any] = {"messages": without_empty_end(checked_messages(messages))}
+    given |= {"tools": list(tools)} if tools else {}
+    given |= {"arguments": dict(arguments)} if arguments else {}
     try:
         everything = "\0".join(texts(given))
         printed = filter(_MARK.fullmatch, vocabulary.printed_names)  # marks of turns, as DeepSeek R1's are
@@ -267,7 +233,11 @@ def encode_rendered(
         escaped = replaced(given, {mark: stand_in for stand_in, mark in originals.items()}) if marks else given
     except RecursionError as exc:
         raise PromptError(_TOO_DEEP) from exc
-    text = _ended(render, end, ending, has_begun, **escaped)
+    if begun_answer(given["messages"][-1]):
+        escaped = {**escaped, "messages": marked(escaped["messages"], end), "add_generation_prompt": False}
+        text = cut_at(render(**escaped), end)
+    else:
+        text = render(**escaped)
     if not marks:
         return vocabulary.encode(text, parse_special=True)
     ids: list[int] = []
@@ -277,26 +247,6 @@ def encode_rendered(
         elif piece:
             ids += vocabulary.encode(piece, parse_special=True)
     return ids
-
-
-def _given(
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    arguments: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """What a conversation is rendered of, checked."""
-    given: dict[str, Any] = {"messages": without_empty_end(checked_messages(messages))}
-    given |= {"tools": list(tools)} if tools else {}
-    return given | ({"arguments": dict(arguments)} if arguments else {})
-
-
-def _ended(
-    render: Callable[..., str], end: str, ending: Ending, has_begun: bool, messages: Sequence[Message], **others: Any
-) -> str:
-    """The rendered conversation; where the answer `has_begun`, up to the end of it, where the mark `end` is put."""
-    if has_begun:
-        return cut_at(render(marked(messages, end), add_generation_prompt=False, **others), end)
-    return render(messages, **({} if ending.opens else {"add_generation_prompt": False}), **others)
 
 
 def answer_prefix(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 import secrets
+import string
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from edgespec.chat.arguments import (
@@ -18,9 +19,7 @@ from edgespec.chat.arguments import (
     ValueReader,
     as_json,
     as_typed,
-    begun_value,
     behind_blanks,
-    complete_members,
     dumped,
     loaded,
     named_of,
@@ -32,9 +31,9 @@ if TYPE_CHECKING:
     from edgespec.chat.tool_forms import Form
 
 _HEAD = 300  # letters in which a text shows whether it is a call, so that other text is not held back for long
-_BEGUN = 3  # letters of a mark, of which fewer are no markup where an answer is cut
 _BARE = re.compile(r"\s*(```(?:json)?)?\s*(?=\{)")
 _FENCE = "```"
+_LETTERS = string.ascii_letters + string.digits
 _FENCES = (f"{_FENCE}json", _FENCE, "")
 _ARGUMENTS = "arguments", "parameters"
 _ANY_BARE = ('{"name":"', '{"type":"function","name":"')
@@ -44,22 +43,21 @@ _FENCED, _BRACE = re.compile(_FENCE), re.compile("}")
 
 
 def _new_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+    return "".join(secrets.choice(_LETTERS) for _ in range(9))  # Mistral's templates take no others
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call. `arguments`: a JSON object as the model spelled it; its beginning if a limit cut it."""
+    """One call. `arguments`: a JSON object as the model spelled it, perhaps empty."""
 
     name: str
     arguments: str
     id: str = field(default_factory=_new_id)
-    is_cut: bool = False
 
     @property
     def input(self) -> dict[str, Any]:
-        """The arguments as an object; of a cut call those that are complete."""
-        return complete_members(self.arguments or "{")
+        """The arguments as an object."""
+        return dict(loaded(self.arguments or "{}"))
 
 
 class ToolParser:
@@ -88,7 +86,7 @@ class ToolParser:
         return self._split()
 
     def finish(self, *, is_cut: bool = False) -> tuple[str, list[ToolCall]]:
-        """The rest, at the end of the answer; if a limit `is_cut` it, the last call may have a beginning only."""
+        """The rest, at the end of the answer; where a limit `is_cut` it, no mark behind a call is taken for granted."""
         shown, calls = self._split(is_end=True, is_cut=is_cut)
         return "" if self.is_over else shown, calls
 
@@ -104,8 +102,6 @@ class ToolParser:
                 break
             if self._fence is None and found is None:
                 num_begun = begun(self._held, *self.form.opens)
-                if is_cut and num_begun >= _BEGUN and self._held[-num_begun] in "<[":  # which no word begins with
-                    self._held = self._held[:-num_begun]
                 shown += self._passed(len(self._held) - (0 if is_end else num_begun))
                 break
             shown += self._passed(found.start() if found else 0)
@@ -160,16 +156,12 @@ class ToolParser:
                     return end, self._calls(text)
                 except Unfinished:
                     self._searched = max(self._searched, end)
-            if is_end and not is_cut:
-                return len(held), self._calls(held[begin:], is_end=True)
-            if is_end or len(held) < _HEAD:
-                calls = self._calls(held[begin:])
-                return (len(held), calls) if is_end else (-1, [])
+            if is_end:
+                return len(held), self._calls(held[begin:], is_end=not is_cut)
+            if len(held) < _HEAD:
+                self._calls(held[begin:])
         except Unfinished as exc:
-            is_marked = self._fence is None and self._names is None
-            call = exc.call if exc.call and (is_marked or exc.call.name in self._parameters) else None
-            calls = [*exc.calls, *([call] if call else [])]
-            return (len(held) if is_cut and (calls or is_marked) else -1), (calls if is_cut else [])
+            return (len(held), exc.calls) if is_cut and exc.calls else (-1, [])
         except ValueError:
             return 0, []
         return -1, []
@@ -199,9 +191,8 @@ class ToolParser:
                 raise Unfinished
             try:
                 call, at = self._call(text, at, is_end=is_end)
-            except Unfinished as exc:
-                exc.calls = calls
-                raise
+            except Unfinished:
+                raise Unfinished(calls) from None
             calls.append(call)
 
     def _call(self, text: str, at: int, *, is_end: bool) -> tuple[ToolCall, int]:
@@ -220,13 +211,8 @@ class ToolParser:
             raise Unfinished
         if self._names is not None and found["name"] not in self._names:
             raise ValueError("no tool")
-        name, call_id = found["name"], _new_id()
-        try:
-            arguments, at = self._arguments(text, found.end(), name, is_end=is_end)
-        except Unfinished as exc:
-            exc.call = ToolCall(name, exc.written, call_id, is_cut=True)
-            raise
-        return ToolCall(name, arguments, call_id), at
+        arguments, at = self._arguments(text, found.end(), found["name"], is_end=is_end)
+        return ToolCall(found["name"], arguments), at
 
     def _arguments(self, text: str, at: int, name: str, *, is_end: bool) -> tuple[str, int]:
         """JSON of the arguments that begin at `at`, and where they end."""
@@ -249,16 +235,15 @@ class ToolParser:
             others = named_of(parameters) - {key} - {loaded(each) for each in members}
             end, at = self._end_of_value(text, begin, others, is_end=is_end)
             if end < 0:
-                raw = self._value(text[begin : len(text) - begun(text[begin:], self.form.closed, self.form.end)])
-                raise Unfinished(_object_of(members | {dumped(key): begun_value(raw, key, parameters)})[:-1])
+                raise Unfinished
             members[dumped(key)] = as_typed(self._value(text[begin:end]), key, parameters)
         behind = self.form.skipped(text, at)
         is_whole = bool(members) and all(dumped(key) in members for key in required_of(parameters))
         is_closed = bool(text[at:behind].strip()) or (is_end and is_whole)
         may_go_on = self.form.argument_read[1].match(text, at) is not None
         if (behind == len(text) and not is_closed) or (may_go_on and not is_closed):
-            raise Unfinished(_object_of(members)[:-1])
-        return _object_of(members), at
+            raise Unfinished
+        return "{" + ", ".join(f"{key}: {value}" for key, value in members.items()) + "}", at
 
     def _end_of_value(self, text: str, begin: int, others: Collection[str], *, is_end: bool) -> tuple[int, int]:
         """(where a value ends, where its mark ends); -1 if it goes on.
@@ -326,13 +311,8 @@ class ToolParser:
         call, behind = self._called(members), self.form.skipped(text, at)
         if call is not None and (text[at:behind].strip(" \n,") or (is_end and behind == len(text))):
             return call, at
-        if not isinstance(exc, Unfinished):
-            if call is None or not self._may_be_mark(text, behind):
-                raise exc
-            exc = Unfinished()
-        key = loaded(exc.key) if exc.key else ""
-        begun_call = self._called({**members, key: exc.written} if key not in ("", "name") else members, "")
-        exc.call = begun_call and replace(begun_call, is_cut=call is None)
+        if isinstance(exc, Unfinished) or (call is not None and self._may_be_mark(text, behind)):
+            raise Unfinished
         raise exc
 
     def _called(self, members: Mapping[str, str], otherwise: str | None = None) -> ToolCall | None:
@@ -348,15 +328,10 @@ class ToolParser:
 
 
 def _text_of(arguments: str) -> str:
-    """JSON of arguments, which some models write as a text: that may be cut."""
+    """JSON of arguments, which some models write as a text."""
     if not arguments.startswith('"'):
         return arguments
     try:
         return as_json(loaded(arguments))
     except ValueError:
-        text = loaded(arguments + '"')
-        return text if isinstance(text, str) else ""
-
-
-def _object_of(members: Mapping[str, str]) -> str:
-    return "{" + ", ".join(f"{key}: {value}" for key, value in members.items()) + "}"
+        raise ValueError("no object") from None

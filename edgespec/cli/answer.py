@@ -14,7 +14,7 @@ from typing import Any
 import click
 from rich.cells import cell_len
 
-from edgespec.chat.reasoning import Reasoning
+from edgespec.chat.reasoning import AnswerSplitter, Reasoning
 from edgespec.cli import has_escapes, printable
 from edgespec.cli.terminal import stops
 from edgespec.generation.handle import Generation
@@ -38,8 +38,7 @@ class AnswerPrinter:
     def __init__(self, *, raw: bool = False, reasoning: tuple[Reasoning, Vocabulary] | None = None) -> None:
         self.text = ""
         self.parts = ("", "")  # (reasoning, answer); without `reasoning`, all is answer
-        self._reasoning = reasoning
-        self._splitter = None if reasoning is None else reasoning[0].splitter()
+        self._splitter = None if reasoning is None else AnswerSplitter(reasoning[1], reasoning[0])
         self._is_terminal = sys.stdout.isatty()
         is_laid_out = self._is_terminal and not raw
         self._wrap = WordWrap() if is_laid_out else None
@@ -66,16 +65,12 @@ class AnswerPrinter:
         if self._splitter is None:
             reasoning, answer = "", event.text
         else:
-            reasoning, answer = self._splitter.push(self._mark(event) + event.text)
+            reasoning, answer, _ = self._splitter.push(event.token_id, event.text)
         self._take(reasoning, answer)
         if not self._splits and event.text:
             self._show(event.text)
         if event.finish_reason is not None:
             self.end_line()
-
-    def _mark(self, event: TokenEvent) -> str:
-        """The mark of reasoning that a control token is, which prints nothing."""
-        return "" if self._reasoning is None else self._reasoning[0].spelled(self._reasoning[1], event.token_id)
 
     def _take(self, reasoning: str, answer: str) -> None:
         """Remember two parts of the text, and print them where reasoning is told apart."""
@@ -107,7 +102,7 @@ class AnswerPrinter:
             return
         self._has_ended = True
         if self._splitter is not None:
-            self._take(*self._splitter.finish())
+            self._take(*self._splitter.finish()[:2])
         if self._calls is not None:
             self._lay_out(self._calls.end())
         self._end_wrap()

@@ -27,7 +27,6 @@ from edgespec.loading.own_models import (
     drafted_from,
     entry_bytes,
     fits,
-    list_elsewhere,
     list_here,
     list_known,
     pair_bytes,
@@ -51,7 +50,7 @@ def ls(everything: bool, as_json: bool) -> int:
     Sizes are those of the target with its draft model or heads; ~ marks a guess from the number of weights. Whether a
     model fits depends on the memory that is available now.
     """
-    here = [*list_here(), *list_elsewhere()]
+    here = list(list_here())
     known = list(list_known({each.name for each in here}))
     shown = [*here, *(known if everything else ())]
     if as_json:

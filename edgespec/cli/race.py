@@ -37,7 +37,7 @@ from edgespec.cli.run import encode_prompt, read_prompt
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import Interruption, note, stops
 from edgespec.config.options import PRINTING, REMEMBERING, STRUCTURE
-from edgespec.loading.sample_prompts import PROMPTS
+from edgespec.loading.drafts import PROMPTS
 from edgespec.platform.files import write_atomically
 from edgespec.reports import TokenEvent
 

@@ -89,19 +89,19 @@ def command(model_names: tuple[str, ...], config_file: Path | None, **given: Any
     more = [resolve_settings(others, name, config_file, leave_out=OF_ONE_MODEL) for name in model_names[1:]]
     options = ServeOptions(**first.part("serve"))
     served = served_models([first, *more], own, options)
-    services = Services(*(each.service for each in served))
-    _serve(services, own, options, served[0])
+    services = Services(*served, api_key=_api_key(own["api_key"]))
+    _serve(services, own, options)
     if services.is_loading:  # stopped meanwhile, and it goes on in native code
         stop_waiting()
         os._exit(0)
     return 0
 
 
-def _serve(services: Services, own: dict[str, Any], options: ServeOptions, first: Served) -> None:
+def _serve(services: Services, own: dict[str, Any], options: ServeOptions) -> None:
     if own["stdio"]:
         from edgespec.server.stdio import serve_stdio
 
-        serve_stdio(services, first, *_private_streams())
+        serve_stdio(services, *_private_streams())
         return
     from edgespec.server.run import Binding, serve
 
@@ -109,7 +109,7 @@ def _serve(services: Services, own: dict[str, Any], options: ServeOptions, first
     binding = Binding(own["host"], own["port"], *lists, until_stdin_closes=own["exit_with_stdin"])
     if not binding.is_local and services.api_key is None:
         note(f"warning: everybody who can reach {binding.host} can use this server: set {API_KEY}")
-    serve(services, binding, first, _announce)
+    serve(services, binding, _announce)
 
 
 def _refuse_http_options(context: click.Context) -> None:
@@ -125,6 +125,13 @@ def _require_libraries() -> None:
         raise CapabilityError(
             f"edgespec serve needs {' and '.join(missing)}, not installed here: {install_command('server')}"
         )
+
+
+def _api_key(given: str | None) -> str | None:
+    key = given if given is not None else os.environ.get(API_KEY)
+    if key == "":
+        raise ConfigError(f"the API key is empty: give --api-key a key, or leave it and {API_KEY} out")
+    return key
 
 
 def _announce(url: str) -> None:
@@ -153,38 +160,36 @@ def _private_streams() -> tuple[IO[bytes], IO[bytes]]:
 # -- the models, from their settings: names for clients, limits, and what they share
 
 
-def served_models(settings: Sequence[Settings], own: dict[str, Any], options: ServeOptions) -> list[Served]:
-    """A service for each of the models; all but the first are ready to be loaded by requests.
+def served_models(settings: Sequence[Settings], own: dict[str, Any], options: ServeOptions) -> list[Service]:
+    """A service for each of the models, ready to be loaded.
 
     Raises ConfigError, and what `resolve_pair` raises: before anything listens.
     """
+    from edgespec.server.metrics import Metrics
     from edgespec.server.residence import Places, SharedMemory
     from edgespec.server.service import Limits, Service
 
     loading = [LoadOptions(**each.part("load")) for each in settings]
     read_template(loading[0].chat_template_file)
     pairs = [resolve_pair(each) for each in loading]
-    key = own["api_key"] if own["api_key"] is not None else os.environ.get(API_KEY)
-    if key == "":
-        raise ConfigError(f"the API key is empty: give --api-key a key, or leave it and {API_KEY} out")
     limits = Limits(max_queued=own["max_queue"], timeout_s=own["timeout"])
     names = _names([each.model for each in loading], pairs, own["alias"])
-    shared: dict[str, Any] = {"api_key": key, "idle_unload_s": options.idle_unload_s}
+    shared: dict[str, Any] = {"metrics": Metrics(), "idle_unload_s": options.idle_unload_s}
     if len(pairs) > 1:
         shared["places"] = Places(options.models_max)
     memory = SharedMemory(Room.now(loading[0].memory)) if len(pairs) > 1 and options.models_max > 1 else None
     # What several models share is not taken by the room of one.
     parallel: NumSequences = own["parallel"] or ("auto" if memory is None else 1)
-    found: list[Served] = []
+    found: list[Service] = []
     for each, pair, (name, *others) in zip(settings, pairs, names, strict=True):
-        beside = tuple(other for known in names if known[0] != name for other in known)
-        service = Service(name, limits, aliases=tuple(others), beside=beside, **shared)
-        found.append(Served(each, pair, service, parallel, memory))
+        service = Service(name, limits, aliases=tuple(others), **shared)
+        served = Served(each, pair, service, parallel, memory)
+        if found:  # the first is loaded at once
+            served.check()
+        service.residence.begin(served)
+        found.append(service)
     if memory is not None:
-        memory.services = [served.service for served in found]
-    for served in found[1:]:
-        served.service.unloaded = served.known()
-        served.service.may_unload(served)
+        memory.services = found
     return found
 
 
@@ -248,8 +253,6 @@ class Served:
 
     def check(self) -> None:
         """Raises what a load would raise of files that are missing, damaged or lack something."""
-        if self.service.places is None:  # no other model makes way for it
-            return
         options = self.options
         with self.context.scope(cleanup=False), keeping_headers():
             pair = resolve_pair(options)
@@ -260,15 +263,14 @@ class Served:
         return self.memory is None or self.memory.fits(replace(self.options, parallel=self.parallel), self.pair)
 
     def known(self) -> Known:
-        """What is told of it before the first request for it. Raises as `check`."""
+        """What is told of it before it is loaded. Raises as `check`."""
         from edgespec.server.service import Known
 
         sampling = self._seeded(
             sampling_of(self.settings.below(self.pair.recommended, f"recommended for {self.pair.name}"))
         )
         most = GenerateOptions(**self.settings.part("generate")).max_tokens
-        template = read_template(self.options.chat_template_file)
-        return Known.read(self.service.name, self.options, self.pair, sampling, most, template)
+        return Known.read(self.options, self.pair, sampling, most)
 
     def _seeded(self, sampling: Sampling) -> Sampling:
         """Where nobody gave a seed, another one for each request."""

@@ -1,4 +1,4 @@
-"""`edgespec verify`: decodes built-in prompts with and without speculation and compares token by token."""
+"""`edgespec verify`: decodes built-in prompts with and without speculation, compares tokens and log probabilities."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from edgespec.cli.options import SettingsCommand, require_speculation, resolve_s
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
 from edgespec.config.options import REMEMBERING
-from edgespec.loading.sample_prompts import PROMPTS
+from edgespec.loading.drafts import PROMPTS
 
 DEFAULT_TOKENS = 64
 DRAFT_LENGTH = 4
@@ -29,7 +29,7 @@ Compared = list[tuple[Trial, Divergence | None]]
 @settings_options("load", "generate", "sampling", leave_out=("stop", *REMEMBERING))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines")
 def command(model_name: str | None, config_file: Path | None, as_json: bool, **given: Any) -> int:
-    """Decode built-in prompts with and without speculation, greedily and sampled, and compare token by token.
+    """Decode built-in prompts with and without speculation, greedily and sampled; compare tokens, log probabilities.
 
     Runs in reproducible mode unless --no-reproducible is given, and drafts 4 tokens a step unless --draft-length says
     otherwise, so that there is something to compare even where no draft pays. It checks the text; bench measures the
@@ -45,7 +45,8 @@ def command(model_name: str | None, config_file: Path | None, as_json: bool, **g
         show_configuration(session)
         compared: Compared = []
         for trial in Runner(session.model, session.options, compares=True).run(_tasks(session)):
-            compared.append((trial, first_divergence(trial.standard, trial.speculative)))
+            found = first_divergence(trial.standard, trial.speculative, exact=session.model.reproducible)
+            compared.append((trial, found))
             if not as_json:
                 say(_line(session, *compared[-1]))
     if as_json:
@@ -95,6 +96,8 @@ def _described(session: Session, divergence: Divergence) -> str:
         for token_id in (divergence.plain_token_id, divergence.drafted_token_id)
     ]
     margin = "" if divergence.logit_margin is None else f", logit margin {divergence.logit_margin:.2g}"
+    if divergence.plain_token_id == divergence.drafted_token_id:
+        return f"DIFFERENT log probability of token {divergence.position}: {tokens[0]}{margin}"
     return f"DIFFERENT at token {divergence.position}: {tokens[0]} plain, {tokens[1]} drafted{margin}"
 
 

@@ -19,7 +19,7 @@ from edgespec.platform.files import is_folder
 
 if TYPE_CHECKING:
     from edgespec.corpus.index import SuffixIndex
-    from edgespec.corpus.store import LearntTexts
+    from edgespec.corpus.texts import LearntTexts
     from edgespec.drafters.base import Drafter
     from edgespec.vocabulary import Vocabulary
 
@@ -28,15 +28,14 @@ logger = logging.getLogger("edgespec")
 
 def learnt_texts(vocabulary: Vocabulary) -> LearntTexts:
     """What models wrote in `vocabulary` in earlier runs."""
-    from edgespec.corpus.store import LearntTexts, vocabulary_key
+    from edgespec.corpus.texts import LearntTexts, vocabulary_key
 
     return LearntTexts(vocabulary_key(vocabulary), vocabulary.size)
 
 
 def user_corpus(vocabulary: Vocabulary) -> SuffixIndex | None:
     """The user's corpus in `vocabulary`; None when there is none, or when it cannot be used, which is logged."""
-    from edgespec.corpus.store import texts_folder, vocabulary_key
-    from edgespec.corpus.texts import Corpus
+    from edgespec.corpus.texts import Corpus, texts_folder, vocabulary_key
 
     if not is_folder(texts_folder()):
         return None

@@ -7,16 +7,17 @@ HF_HUB_OFFLINE, HF_TOKEN and HF_HOME.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from edgespec.config.options import Sampling
 from edgespec.config.values import is_number
 from edgespec.errors import DownloadError, ModelFileError, ModelNotFound, SamplingError
+from edgespec.formats.checkpoint import matching, weight_names
 from edgespec.loading.hub import describe, endpoint, hub_errors, library
 
 SMALL_FILES = (
@@ -24,8 +25,6 @@ SMALL_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "README.md", "*.jinja"),
     "model.safetensors.index.json",
 )
-WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors")
-PICKLED_FILES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 _HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
 
 
@@ -43,10 +42,6 @@ class Source:
     missing: Mapping[str, int] = field(default_factory=dict)
     note: str = ""
     _fetch: Callable[[Iterable[str]], Path] | None = None
-
-    @property
-    def missing_bytes(self) -> int:
-        return sum(self.missing.values())
 
     def fetch(self) -> None:
         """Fetch the weights. Raises ModelNotFound."""
@@ -92,26 +87,20 @@ def hub_source(hub_id: str, revision: str) -> Source:
     except DownloadError as error:
         return _cached_source(hub_id, revision, error)
     sizes = {name: file.bytes for name, file in found.files.items()}
-    weights = {name: sizes[name] for name in _weight_names(f"{hub_id} at {endpoint()}", list(sizes))}
+    weights = {name: sizes[name] for name in weight_names(f"{hub_id} at {endpoint()}", list(sizes))}
     if "config.json" not in sizes:
         raise ModelFileError(f"{hub_id} at {endpoint()} has no config.json: it is not a transformers model")
 
     def fetch(names: Iterable[str]) -> Path:
-        paths = [_fetched(hub_id, revision, name, found.commit) for name in names]  # by branch, to be found offline
-        return paths[0].parent
+        with hub_errors(hub_id, revision):  # by branch, to be found offline
+            load = partial(library().hf_hub_download, hub_id, revision=revision, endpoint=endpoint())
+            places = [Path(load(name)) for name in names]
+        return places[0].parent
 
-    folder = fetch(sorted(_matching(list(sizes), SMALL_FILES)))
+    folder = fetch(sorted(matching(list(sizes), SMALL_FILES)))
     cached = {name: library().try_to_load_from_cache(hub_id, name, revision=found.commit) for name in weights}
     missing = {name: size for name, size in weights.items() if not isinstance(cached[name], str)}
     return Source(hub_id.rpartition("/")[2], folder, weights, missing, "", fetch)
-
-
-def _fetched(hub_id: str, revision: str, name: str, commit: str) -> Path:
-    with hub_errors(hub_id, revision):
-        path = Path(library().hf_hub_download(hub_id, name, revision=revision, endpoint=endpoint()))
-    if commit not in path.parts:
-        raise ModelNotFound(f"{hub_id} changed at {endpoint()} while it was fetched: run the same command again")
-    return path
 
 
 def _cached_source(hub_id: str, revision: str, error: Exception) -> Source:
@@ -132,36 +121,7 @@ def _cached_source(hub_id: str, revision: str, error: Exception) -> Source:
 def _sizes(folder: Path) -> dict[str, int]:
     """Bytes of each weight file. Raises ModelFileError if there is none or a shard is missing."""
     names = [path.name for path in folder.iterdir() if path.is_file()]
-    return {name: (folder / name).stat().st_size for name in _weight_names(str(folder), names)}
-
-
-def _weight_names(where: str, names: Sequence[str]) -> list[str]:
-    """The safetensors files of a model. Raises ModelFileError that names what was found instead."""
-    found = sorted(_matching(names, WEIGHT_FILES))
-    shards = [name for name in found if name != "model.safetensors"]
-    if "model.safetensors" in found:
-        return ["model.safetensors"]
-    if shards:
-        wanted = int(shards[0].rpartition("-of-")[2].removesuffix(".safetensors") or 0)
-        if len(shards) != wanted:
-            raise ModelFileError(f"{where} has {len(shards)} of {wanted} weight files: fetch the rest")
-        return shards
-    if "adapter_config.json" in names:
-        raise ModelFileError(f"{where} is an adapter, not a model: merge it into its base model first")
-    if pickled := _matching(names, PICKLED_FILES):
-        raise ModelFileError(
-            f"{where} has only pickled weights ({pickled[0]}), which can run code when they are read: save the model "
-            "with safe_serialization=True, or use a revision that has model.safetensors"
-        )
-    if ggufs := [name for name in names if name.endswith(".gguf")]:
-        raise ModelFileError(
-            f"{where} already holds GGUF files ({ggufs[0]}): run one, or convert it: edgespec export FILE --to onnx"
-        )
-    raise ModelFileError(f"{where} has no model.safetensors: give the folder or hub id of a transformers model")
-
-
-def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    return {name: (folder / name).stat().st_size for name in weight_names(str(folder), names)}
 
 
 # what a folder says of its model

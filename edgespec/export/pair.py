@@ -13,10 +13,9 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -25,34 +24,32 @@ from edgespec.export.check import (
     ABSURD,
     CHECK_CONTEXT,
     ExportRefused,
-    compare,
-    engine_reference,
-    limits_of,
-    open_engine,
-)
-from edgespec.export.hub import Source, card_licence, find_source, recommended_sampling, source_here
-from edgespec.export.reference import (
     Reference,
     check_round_trip,
-    check_same_names,
+    compare,
+    engine_reference,
     has_transformers,
+    limits_of,
+    open_engine,
     reference_of,
     require_packages,
     token_names,
 )
+from edgespec.export.hub import Source, card_licence, find_source, recommended_sampling, source_here
 from edgespec.export.request import ENGINES, STRAIGHT_GGUF, ExportRequest, Format
-from edgespec.export.room import Facts, check_room, facts_of_gguf, human, needs_of, read_facts
+from edgespec.export.room import Facts, check_room, disk_bytes, facts_of_gguf, human, memory_bytes, read_facts
 from edgespec.export.workspace import Artefact, Workspace, check_output, opened, write_manifest
 from edgespec.formats.architectures import ARCHITECTURES
 from edgespec.formats.checkpoint import unsupported
 from edgespec.formats.gguf.header import GgufHeader, keeping_headers
 from edgespec.formats.head_file import read_head_file
 from edgespec.formats.hub_folder import eagle3_fix
-from edgespec.formats.manifest import HEADS, read_pair
+from edgespec.formats.manifest import HEADS, MANIFEST, read_pair
 from edgespec.formats.onnx.llama_config import WRITABLE
 from edgespec.installation import has_engine, install_command, require_engine
 from edgespec.platform.files import write_errors
 from edgespec.types import Progress
+from edgespec.vocabulary import check_same_names
 
 _WRONG = (ExportRefused, ModelFileError, EngineError)  # a wrong model, or not a model
 CONVERTED = (*STRAIGHT_GGUF, "fp32")  # types that keep all of a checkpoint, or nearly
@@ -84,69 +81,28 @@ class Weights(NamedTuple):
     quant: str
 
 
-class GgufFile:
-    """A GGUF file. Raises all errors that its header shows."""
+@dataclass(frozen=True)
+class SourceModel:
+    """What a role is made of, as far as headers and small files tell: a GGUF, or the folder of a `checkpoint`.
 
-    def __init__(self, path: Path) -> None:
-        from edgespec.export.onnx.writer import open_gguf
+    `said`: what the manifest says of it as a target; `weights`: the GGUF.
+    """
 
-        self.model = open_gguf(path)
-        self.name, self.path, self.facts = path.stem, path, facts_of_gguf(self.model)
+    name: str
+    facts: Facts
+    token_names: list[str]
+    said: Mapping[str, Any]
+    weights: Weights | None = None
+    checkpoint: Source | None = None
 
-    def token_names(self) -> list[str]:
-        """Token text by id."""
-        return [text.decode(errors="replace") for text in self.model.header.tokens]
+    @property
+    def missing(self) -> Mapping[str, int]:
+        """The weights that have to be fetched: bytes by file."""
+        return {} if self.checkpoint is None else self.checkpoint.missing
 
-    def describe(self, request: ExportRequest) -> dict[str, Any]:
-        """What the manifest says of a target."""
-        kinds = f"onnx {request.quants['onnx']}, made of GGUF"
-        found: dict[str, Any] = {
-            "name": request.name or f"{self.name}-{request.quants['onnx']}",  # those of one file can be told apart
-            "description": _description(self, kinds, request),
-            "licence": request.licence or str(self.model.header.metadata.get("general.license", "")),
-            "context_length": self.model.config.max_positions,
-        }
-        try:  # the manifest beside the file
-            pair = read_pair(self.path.parent, check_hashes=False)
-        except EdgespecError:
-            return found
-        if any(file.path == self.path for file in pair.files.values()) and pair.recommended:
-            found["sampling"] = dict(pair.recommended)
-        return found
-
-
-class HubFolder:
-    """A Hugging Face folder, or what is known of one before its weights are fetched."""
-
-    def __init__(self, source: Source) -> None:
-        self.source, self.name, self.facts = source, source.name, read_facts(source)
-        self.folder = source.folder
-
-    def token_names(self) -> list[str]:
-        return token_names(self.folder)
-
-    def describe(self, request: ExportRequest) -> dict[str, Any]:
-        kinds = ", ".join(f"{wanted} {request.quants[wanted]}" for wanted in request.formats)
-        found: dict[str, Any] = {
-            "name": request.name or self.name,
-            "description": _description(self, kinds, request),
-            "licence": request.licence or card_licence(self.folder),
-        }
-        if self.facts.context_length:
-            found["context_length"] = self.facts.context_length
-        if sampling := recommended_sampling(self.folder):
-            found["sampling"] = sampling
-        return found
-
-
-ModelSource = GgufFile | HubFolder
-
-
-def _description(target: ModelSource, kinds: str, request: ExportRequest) -> str:
-    draft = f"; draft: {Path(request.draft).name}" if request.draft else ""
-    draft += f"; heads: {request.heads.name}" if request.heads else ""
-    size = f"{target.facts.num_parameters / 1e6:.1f} M parameters"
-    return f"{target.name} ({target.facts.architecture}, {size}) as {kinds}{draft}; by {request.made_by}"
+    @property
+    def folder(self) -> Path | None:
+        return None if self.checkpoint is None else self.checkpoint.folder
 
 
 def export_pair(request: ExportRequest, reporter: Reporter) -> Exported:
@@ -191,32 +147,44 @@ def _require(request: ExportRequest) -> None:
             check_form(request.quant_of(role, "onnx"))
 
 
-def _found(request: ExportRequest, reporter: Reporter) -> dict[str, ModelSource]:
+def _found(request: ExportRequest, reporter: Reporter) -> dict[str, SourceModel]:
     """The models by role. Raises all errors that can be detected from headers, before weights are fetched."""
-    models: dict[str, ModelSource] = {}
+    models: dict[str, SourceModel] = {}
     for role in request.roles:
         given = request.source if role == "target" else cast(str, request.draft)
         models[role] = _gguf(request, role, given) if request.is_gguf else _checkpoint(request, role, given, reporter)
     if "draft" in models:
-        check_same_names(models["target"].token_names(), models["draft"].token_names())
+        check_same_names(models["target"].token_names, models["draft"].token_names)
     if request.heads is not None:
         check_given_heads(request.heads, models["target"].facts)
     return models
 
 
-def _gguf(request: ExportRequest, role: str, given: str) -> GgufFile:
-    from edgespec.export.onnx.writer import needs_blocks
+def _gguf(request: ExportRequest, role: str, given: str) -> SourceModel:
+    from edgespec.export.onnx.writer import needs_blocks, open_gguf
 
     if not given.lower().endswith(".gguf"):
         other = f"--draft {given}: the draft of a GGUF must be a .gguf file, too, or trained heads (.npz)"
         raise ConfigError(eagle3_fix(Path(given)) or other)
-    found, quant = GgufFile(Path(given).expanduser()), request.quant_of(role, "onnx")
-    if needs_blocks(found.model, quant):
+    path, quant = Path(given).expanduser(), request.quant_of(role, "onnx")
+    model = open_gguf(path)
+    if needs_blocks(model, quant):
         require_engine("llamacpp", f"quantising to {quant}", "or export int8, which needs nothing")
-    return found
+    said: dict[str, Any] = {
+        "licence": str(model.header.metadata.get("general.license", "")),
+        "context_length": model.config.max_positions,
+    }
+    try:  # the manifest beside the file
+        pair = read_pair(path.parent, check_hashes=False)
+        if any(file.path == path for file in pair.files.values()) and pair.recommended:
+            said["sampling"] = dict(pair.recommended)
+    except EdgespecError:
+        pass
+    names = [text.decode(errors="replace") for text in model.header.tokens]
+    return SourceModel(path.stem, facts_of_gguf(model), names, said, Weights(path, _kind_of(model.header)))
 
 
-def _checkpoint(request: ExportRequest, role: str, given: str, reporter: Reporter) -> HubFolder:
+def _checkpoint(request: ExportRequest, role: str, given: str, reporter: Reporter) -> SourceModel:
     source = find_source(given, request.revision if role == "target" else None)
     if source.note:
         reporter.note(source.note)
@@ -224,26 +192,33 @@ def _checkpoint(request: ExportRequest, role: str, given: str, reporter: Reporte
         raise ConfigError(f"--output {request.output} is inside the source folder {source.folder}: choose another")
     if (fix := eagle3_fix(source.folder)) is not None:
         raise ConfigError(fix)
-    found = HubFolder(source)
-    found.token_names()
+    found = _of_folder(source)
     check_round_trip(source.folder)
     if "gguf" in request.formats or request.writes_graphs:
-        _check_architecture(request, found)
+        _check_architecture(request, found, source)
     if request.writes_graphs and request.quant_of(role, "onnx") == "q4_k_m":
         require_engine("llamacpp", "quantising to q4_k_m", "or export q8_0, which needs nothing")
     return found
 
 
-def _check_architecture(request: ExportRequest, model: HubFolder) -> None:
+def _of_folder(source: Source) -> SourceModel:
+    facts = read_facts(source)
+    said: dict[str, Any] = {"licence": card_licence(source.folder)}
+    if facts.context_length:
+        said["context_length"] = facts.context_length
+    if sampling := recommended_sampling(source.folder):
+        said["sampling"] = sampling
+    return SourceModel(source.name, facts, token_names(source.folder), said, checkpoint=source)
+
+
+def _check_architecture(request: ExportRequest, model: SourceModel, source: Source) -> None:
     from edgespec.export.gguf.convert import check_checkpoint
 
     kind = model.facts.architecture
     graphs = [name for name, table in ARCHITECTURES.items() if table.name in WRITABLE]
-    if "gguf" in request.formats and kind not in ARCHITECTURES:
-        raise unsupported(model.name, kind, "GGUF", ARCHITECTURES)
     if request.writes_graphs and kind not in graphs:
         raise unsupported(model.name, kind, "ONNX by edgespec's own writer", graphs)
-    check_checkpoint(model.folder, has_weights=not model.source.missing)
+    check_checkpoint(source.folder, has_weights=not source.missing)
 
 
 def check_given_heads(path: Path, target: Facts) -> None:
@@ -261,24 +236,23 @@ def check_given_heads(path: Path, target: Facts) -> None:
         )
 
 
-def _fetched(request: ExportRequest, models: Mapping[str, ModelSource], reporter: Reporter) -> dict[str, ModelSource]:
+def _fetched(request: ExportRequest, models: Mapping[str, SourceModel], reporter: Reporter) -> dict[str, SourceModel]:
     """The models with their weights fetched, after checking that disk and memory suffice."""
-    checkpoints = [model for model in models.values() if isinstance(model, HubFolder)]
-    download = sum(model.source.missing_bytes for model in checkpoints)
-    needs = needs_of(request, {role: model.facts for role, model in models.items()}, download)
-    check_room(needs, request.output, checkpoints[0].folder if checkpoints else None)
+    facts = {role: model.facts for role, model in models.items()}
+    download = sum(sum(model.missing.values()) for model in models.values())
+    disk, memory = disk_bytes(request, facts), memory_bytes(request, facts)
+    check_room(request.output, disk + download, memory)
     target = models["target"]
     reporter.note(
         f"{target.name}: {target.facts.architecture}, {target.facts.num_parameters / 1e6:.1f} M parameters; the export "
-        f"needs {human(needs.output_bytes + needs.temporary_bytes)} of disk and {human(needs.memory_bytes)} of memory"
+        f"needs {human(disk)} of disk and {human(memory)} of memory"
     )
     complete = dict(models)
     for role, model in models.items():
-        if isinstance(model, HubFolder) and model.source.missing:
-            names = ", ".join(model.source.missing)
-            reporter.note(f"fetching {names}, {human(model.source.missing_bytes)}")
-            model.source.fetch()
-            complete[role] = HubFolder(dataclasses.replace(model.source, missing={}))
+        if model.checkpoint is not None and model.missing:
+            reporter.note(f"fetching {', '.join(model.missing)}, {human(sum(model.missing.values()))}")
+            model.checkpoint.fetch()
+            complete[role] = _of_folder(dataclasses.replace(model.checkpoint, missing={}))
     return complete
 
 
@@ -287,7 +261,7 @@ class _Export:
     """The work on one request in one workspace."""
 
     request: ExportRequest
-    models: Mapping[str, ModelSource]
+    models: Mapping[str, SourceModel]
     workspace: Workspace
     reporter: Reporter
 
@@ -303,30 +277,25 @@ class _Export:
                     with self.reporter.stage(f"checking {role}") as progress:
                         figures["reference"], figures[role] = self._check(role, model, weights, mine, progress)
             artefacts += mine
-        if (heads := self.request.heads) is not None:
-            kind = read_head_file(heads).manifest.kind
-            artefacts.append(self._made(f"{kind} heads", lambda _: self._heads(heads, kind)))
-        return self._describe(artefacts, figures), figures
+        if self.request.heads is not None:
+            artefacts.append(self._heads(self.request.heads))
+        with self.reporter.stage("checksums"):
+            return self._describe(artefacts, figures), figures
 
     # making the files
 
     @contextmanager
-    def _weights(self, role: str, model: ModelSource) -> Iterator[Weights | None]:
+    def _weights(self, role: str, model: SourceModel) -> Iterator[Weights | None]:
         """What the files of a role are made of, within the block: the GGUF that was given, or one of the folder.
 
         None where a folder is only converted, or by Optimum.
         """
-        if isinstance(model, GgufFile):
-            yield Weights(model.path, _kind_of(model.model.header))
-            return
-        formats = self.request.formats
-        is_rounded = "gguf" in formats and self.request.quant_of(role, "gguf") not in STRAIGHT_GGUF
-        if not (is_rounded or self.request.writes_graphs):
-            yield None
+        if model.folder is None or not self.request.has_gguf_between(role):
+            yield model.weights
             return
         from edgespec.export.gguf.convert import own_precision
 
-        is_enough = formats == ("onnx",) and self.request.quant_of(role, "onnx") == "q8_0"
+        is_enough = self.request.formats == ("onnx",) and self.request.quant_of(role, "onnx") == "q8_0"
         kind = "q8_0" if is_enough else own_precision(model.folder)
         path = self.workspace.temporary / f"{role}-{kind}.gguf"
         with self.reporter.stage(f"{role} to GGUF {kind}") as progress:
@@ -339,11 +308,11 @@ class _Export:
     def _convert(self, role: str, quant: str, path: Path, progress: Progress) -> None:
         from edgespec.export.gguf.convert import OutputType, convert
 
-        model = self.models[role]
-        assert isinstance(model, HubFolder)
+        folder = self.models[role].folder
+        assert folder is not None
         name = self.request.name or self.models["target"].name
         convert(
-            model.folder,
+            folder,
             path,
             cast(OutputType, quant),
             name=name if role == "target" else f"{name} {role}",
@@ -352,30 +321,24 @@ class _Export:
         )
 
     def _file(self, role: str, wanted: Format, weights: Weights | None) -> Artefact:
-        title = f"{role} to {wanted.upper()} {self.request.quant_of(role, wanted)}"
-        return self._made(title, partial(self._gguf if wanted == "gguf" else self._onnx, role, weights))
+        make = self._gguf if wanted == "gguf" else self._onnx
+        quant = self.request.quant_of(role, wanted)
+        with self.reporter.stage(f"{role} to {wanted.upper()} {quant}") as progress:
+            return make(role, quant, weights, progress)
 
-    def _made(self, title: str, write: Callable[[Progress], Artefact]) -> Artefact:
-        with self.reporter.stage(title) as progress:
-            found = write(progress)
-        self.workspace.finish(found)
-        return found
-
-    def _gguf(self, role: str, weights: Weights | None, progress: Progress) -> Artefact:
+    def _gguf(self, role: str, quant: str, weights: Weights | None, progress: Progress) -> Artefact:
         from edgespec.export.gguf.convert import quantise
 
-        quant = self.request.quant_of(role, "gguf")
         path = self.workspace.pair / f"{role}-{quant}.gguf"
         if quant in STRAIGHT_GGUF:
             self._convert(role, quant, path, progress)
         else:
             assert weights is not None
-            quantise(weights.path, path, quant, threads=self.request.threads, progress=progress)
+            quantise(weights.path, path, quant, threads=self.request.threads)
         return Artefact("gguf", role, quant, path.name, (), self.models[role].facts.num_parameters)
 
-    def _onnx(self, role: str, weights: Weights | None, progress: Progress) -> Artefact:
-        quant, model = self.request.quant_of(role, "onnx"), self.models[role]
-        output = self.workspace.pair / "onnx" / role
+    def _onnx(self, role: str, quant: str, weights: Weights | None, progress: Progress) -> Artefact:
+        output, model = self.workspace.pair / "onnx" / role, self.models[role]
         with write_errors(output):
             output.mkdir(parents=True)
             if self.request.writes_graphs:
@@ -386,14 +349,15 @@ class _Export:
             else:
                 from edgespec.export.onnx.optimum import export_with_optimum
 
-                assert isinstance(model, HubFolder)
+                assert model.folder is not None
                 export_with_optimum(model.folder, output, quant, progress)
         files = sorted(f"onnx/{role}/{file.name}" for file in output.iterdir())
         graph = f"onnx/{role}/model.onnx"
         files.remove(graph)
         return Artefact("onnx", role, quant, graph, tuple(files), model.facts.num_parameters)
 
-    def _heads(self, source: Path, kind: str) -> Artefact:
+    def _heads(self, source: Path) -> Artefact:
+        kind = read_head_file(source).manifest.kind
         path = self.workspace.pair / HEADS / f"{kind}.npz"
         with write_errors(path):
             path.parent.mkdir(exist_ok=True)
@@ -402,9 +366,9 @@ class _Export:
 
     # checking them
 
-    def _check_vocabulary(self, role: str, model: ModelSource, weights: Weights | None, made: list[Artefact]) -> str:
+    def _check_vocabulary(self, role: str, model: SourceModel, weights: Weights | None, made: list[Artefact]) -> str:
         """Compare tokenisers with the source's; 'equal', or 'round trip' where only that could be checked."""
-        folders = [model.folder] if isinstance(model, HubFolder) else []
+        folders = [] if model.folder is None else [model.folder]
         if self.request.writes_graphs:
             folders.append(self.workspace.pair / "onnx" / role)
         ggufs = [self.workspace.pair / each.path for each in made if each.format == "gguf"]
@@ -420,25 +384,25 @@ class _Export:
         return "equal"
 
     def _check(
-        self, role: str, model: ModelSource, weights: Weights | None, made: list[Artefact], progress: Progress
+        self, role: str, model: SourceModel, weights: Weights | None, made: list[Artefact], progress: Progress
     ) -> tuple[str, dict[str, dict[str, float]]]:
         """The reference, and figures by format. Coarse types would hide small faults of a conversion, so that where
         transformers shows these, the GGUF between is compared, too."""
         context = min(CHECK_CONTEXT, model.facts.context_length or CHECK_CONTEXT)
         files: list[tuple[str, Format, str, Path]]
         files = [(one.format, one.format, one.quant, self.workspace.pair / one.path) for one in made]
-        usual = limits_of(CONVERTED[0])
         progress(0, 1 + len(files), "the reference")
         reference: Reference
-        is_exact = isinstance(model, HubFolder) and has_transformers()
-        if isinstance(model, HubFolder) and is_exact:
+        is_exact = model.folder is not None and has_transformers()
+        usual = []  # what llama.cpp itself loses
+        if model.folder is not None and is_exact:
             reference = reference_of(model.folder, self.request.threads)
             if weights is not None:
                 files.insert(0, (f"gguf_{weights.quant}", "gguf", weights.quant, weights.path))
         elif weights is not None and has_engine("llamacpp"):
             with open_engine("gguf", weights.path, context, self.request.threads) as engine:
                 reference = engine_reference(engine, "llama.cpp on the same weights")
-            usual = limits_of(weights.quant)
+            usual = [weights.quant]
         else:
             # Optimum's graph has no GGUF
             lacking, extra = ("transformers", "export") if weights is None else ("llama.cpp", "llamacpp")
@@ -450,7 +414,7 @@ class _Export:
             try:
                 with open_engine(wanted, path, context, self.request.threads) as engine:
                     found = compare(reference, engine)
-                excess = found.complaint(limits_of(quant).or_wider(usual))
+                excess = found.complaint(limits_of(quant, *usual))
                 wrong = excess if is_exact and quant in CONVERTED else found.complaint(ABSURD)
             except _WRONG as error:
                 wrong = str(error)
@@ -469,18 +433,31 @@ class _Export:
 
     def _describe(self, artefacts: list[Artefact], figures: Mapping[str, Any]) -> dict[str, int]:
         """Write the manifest and check that it can be read; returns sizes in bytes by file."""
-        values, facts = self.models["target"].describe(self.request), self.workspace.file_facts
+        request, target, folder = self.request, self.models["target"], self.workspace.pair
+        values: dict[str, Any] = {**target.said, "name": request.name or target.name}
+        kinds = ", ".join(f"{wanted} {request.quants[wanted]}" for wanted in request.formats)
+        if request.is_gguf:
+            kinds += ", made of GGUF"
+            values["name"] = request.name or f"{target.name}-{request.quants['onnx']}"  # those of one file differ so
+        draft = f"; draft: {Path(request.draft).name}" if request.draft else ""
+        draft += f"; heads: {request.heads.name}" if request.heads else ""
+        size = f"{target.facts.num_parameters / 1e6:.1f} M parameters"
+        values["description"] = (
+            f"{target.name} ({target.facts.architecture}, {size}) as {kinds}{draft}; by {request.made_by}"
+        )
+        values["licence"] = request.licence or target.said["licence"]
         for artefact in artefacts:
-            values.setdefault(artefact.table, {})[artefact.role] = artefact.manifest_entry(facts)
+            values.setdefault(artefact.table, {})[artefact.role] = artefact.manifest_entry(folder)
         values["figures"] = {"check": dict(figures)}
-        if self.request.is_gguf:
-            paths = {role: cast(GgufFile, model).path for role, model in self.models.items()}
+        paths = {role: model.weights.path for role, model in self.models.items() if model.weights is not None}
+        if paths:
             made_of = {role: {"file": path.name, "bytes": path.stat().st_size} for role, path in paths.items()}
             values["figures"]["made_of"] = made_of
-        write_manifest(self.workspace.pair, values)
-        for wanted in self.request.formats:
-            read_pair(self.workspace.pair, ENGINES[wanted])
-        return {name: facts[name]["bytes"] for name in sorted(facts)}
+        write_manifest(folder, values)
+        for wanted in request.formats:
+            read_pair(folder, ENGINES[wanted])
+        files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+        return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
 def _kind_of(header: GgufHeader) -> str:

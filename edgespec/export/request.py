@@ -88,6 +88,11 @@ class ExportRequest:
         """Whether ONNX graphs are edgespec's own."""
         return "onnx" in self.quants and self.exporter == "edgespec"
 
+    def has_gguf_between(self, role: str) -> bool:
+        """Whether a folder becomes a GGUF in its own precision, of which the files are made."""
+        is_rounded = "gguf" in self.quants and self.quant_of(role, "gguf") not in STRAIGHT_GGUF
+        return not self.is_gguf and (is_rounded or self.writes_graphs)
+
     @property
     def formats(self) -> tuple[Format, ...]:
         return tuple(wanted for wanted in FORMATS if wanted in self.quants)

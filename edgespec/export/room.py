@@ -1,8 +1,4 @@
-"""Whether disk and memory suffice for an export, estimated from headers alone before it begins.
-
-Estimates are upper limits: weights by the quantisation's bits per weight, and embedding tables that are not quantised
-at their full size.
-"""
+"""Whether disk and memory suffice for an export, estimated from headers alone before it begins: upper limits."""
 
 from __future__ import annotations
 
@@ -14,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.export.check import CHECK_CONTEXT, has_transformers
 from edgespec.export.hub import Source
-from edgespec.export.reference import PROBE_TOKENS, has_transformers
-from edgespec.export.request import STRAIGHT_GGUF, TILED, ExportRequest, Format
+from edgespec.export.request import TILED, ExportRequest, Format
 from edgespec.formats.architectures import is_tied
 from edgespec.formats.checkpoint import Checkpoint, named_architecture
 from edgespec.formats.gguf.model import GgufModel
 from edgespec.formats.hub_folder import read_json
+from edgespec.formats.onnx.llama_config import WRITABLE
 from edgespec.platform.memory import free_memory
 
 # Bits per weight, block scales included; for mixtures, of their heavier tensors.
@@ -40,14 +37,13 @@ SPARE = 1.05
 class Facts:
     """Facts of one model from its headers. A tied embedding table is counted once.
 
-    `num_parameters`, `table_parameters` (input embedding) and `largest_parameters` (largest tensor) are numbers of
-    weights; `stored_bytes`: size on disk; `context_length`: tokens.
+    `num_parameters` and `table_parameters` (input embedding) are numbers of weights; `stored_bytes`: size on disk;
+    `context_length`: tokens.
     """
 
     architecture: str
     num_parameters: int
     table_parameters: int
-    largest_parameters: int
     stored_bytes: int
     num_layers: int
     vocabulary_size: int
@@ -60,23 +56,12 @@ class Facts:
         return round(weights * SPARE)
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Bytes on the disks of the output and of the hub's cache, and peak memory."""
-
-    output_bytes: int
-    temporary_bytes: int
-    download_bytes: int
-    memory_bytes: int
-
-
 def facts_of_gguf(model: GgufModel) -> Facts:
     config = model.config
     return Facts(
-        architecture=model.kind.hub,
+        architecture=WRITABLE[model.header.architecture][0],
         num_parameters=model.num_parameters,
         table_parameters=config.vocab_size * config.hidden_size,
-        largest_parameters=config.hidden_size * max(config.vocab_size, config.intermediate_size),
         stored_bytes=model.header.data_bytes,
         num_layers=config.num_layers,
         vocabulary_size=config.vocab_size,
@@ -90,17 +75,14 @@ def read_facts(source: Source) -> Facts:
     Raises ModelFileError if config.json cannot be read or a safetensors file is truncated or corrupt.
     """
     config = read_json(source.folder / "config.json")
-    kind = named_architecture(config)
     nested = config.get("text_config")
     text = {**config, **(nested if isinstance(nested, dict) else {})}
     stored = sum(source.weights.values())
-    table = _number(text, "vocab_size") * _number(text, "hidden_size", "n_embd")
-    sizes = _estimated_sizes(text, stored, table) if source.missing else _sizes(Checkpoint.open(source.folder))
+    width = 4 if text.get("dtype", text.get("torch_dtype")) == "float32" else 2
     return Facts(
-        architecture=kind,
-        num_parameters=sum(sizes.values()),
-        table_parameters=table,
-        largest_parameters=max(sizes.values()),
+        architecture=named_architecture(config),
+        num_parameters=stored // width if source.missing else _num_parameters(Checkpoint.open(source.folder)),
+        table_parameters=_number(text, "vocab_size") * _number(text, "hidden_size", "n_embd"),
         stored_bytes=stored,
         num_layers=_number(text, "num_hidden_layers", "n_layer"),
         vocabulary_size=_number(text, "vocab_size"),
@@ -108,19 +90,14 @@ def read_facts(source: Source) -> Facts:
     )
 
 
-def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
-    """Number of weights by tensor, without a head that is tied to the embeddings."""
+def _num_parameters(checkpoint: Checkpoint) -> int:
+    """Without a head that is tied to the embeddings."""
     sizes = {name: math.prod(checkpoint.shape(name)) for name in checkpoint.names()}
     if not sizes:
         raise ModelFileError(f"{checkpoint.folder} has no tensors")
     if is_tied(checkpoint.architecture, checkpoint.config) and len(sizes) > 1:
         sizes.pop("lm_head.weight", None)
-    return sizes
-
-
-def _estimated_sizes(config: Mapping[str, Any], stored_bytes: int, table: int) -> dict[str, int]:
-    width = 4 if config.get("dtype", config.get("torch_dtype")) == "float32" else 2
-    return {"table": table, "others": max(stored_bytes // width - table, 0)}
+    return sum(sizes.values())
 
 
 def _number(config: Mapping[str, Any], *keys: str) -> int:
@@ -128,64 +105,52 @@ def _number(config: Mapping[str, Any], *keys: str) -> int:
     return int(found)
 
 
-def needs_of(request: ExportRequest, models: Mapping[str, Facts], download_bytes: int = 0) -> Needs:
-    """Needs of an export of `models`, by role, which are made one after the other."""
-    outputs, temporary, memory = 0, [0], [0]
-    for role, facts in models.items():
-        sizes = {wanted: facts.output_bytes(wanted, request.quant_of(role, wanted)) for wanted in request.formats}
-        outputs += sum(sizes.values())
-        temporary.append(_temporary_bytes(request, role, facts))
-        memory.append(PROGRAM_BYTES + 12 * facts.largest_parameters)
-        if request.exporter == "optimum":
-            memory.append(PROGRAM_BYTES + TORCH_BYTES + 8 * facts.num_parameters)
-        if request.check:
-            with_torch = "gguf" in request.formats or (not request.is_gguf and has_transformers())
-            opened = TORCH_BYTES + 4 * facts.num_parameters if with_torch else max(*sizes.values(), facts.stored_bytes)
-            memory.append(PROGRAM_BYTES + opened + 8 * PROBE_TOKENS * facts.vocabulary_size)
-    heads = 0 if request.heads is None else request.heads.stat().st_size
-    return Needs(outputs + heads, max(temporary), download_bytes, max(memory))
+def disk_bytes(request: ExportRequest, models: Mapping[str, Facts]) -> int:
+    """Of all files that are made of `models`, by role, and the largest of those that lie between meanwhile."""
+    outputs = [
+        facts.output_bytes(to, request.quant_of(role, to)) for role, facts in models.items() for to in request.formats
+    ]
+    between = max(_between_bytes(request, role, facts) for role, facts in models.items())
+    return sum(outputs) + between + (0 if request.heads is None else request.heads.stat().st_size)
 
 
-def _temporary_bytes(request: ExportRequest, role: str, facts: Facts) -> int:
-    """The files between: a folder's weights as a GGUF, its blocks for a graph, or Optimum's graph."""
-    found = 0
-    if "gguf" in request.formats and request.quant_of(role, "gguf") not in STRAIGHT_GGUF:
-        found = 2 * facts.num_parameters
-    if "onnx" in request.formats:
-        if request.exporter == "optimum":
-            return found + 4 * facts.num_parameters
-        found = 0 if request.is_gguf else max(facts.stored_bytes, found)
-        quant = request.quant_of(role, "onnx")
-        found += facts.output_bytes("gguf", quant) if quant in TILED else 0
+def _between_bytes(request: ExportRequest, role: str, facts: Facts) -> int:
+    """A folder's weights as a GGUF, their blocks for a graph, or Optimum's graph."""
+    found = facts.stored_bytes if request.has_gguf_between(role) else 0
+    if request.exporter == "optimum":
+        found += 4 * facts.num_parameters
+    elif "onnx" in request.formats and (quant := request.quant_of(role, "onnx")) in TILED:
+        found += facts.output_bytes("gguf", quant)
     return found
 
 
-def check_room(needs: Needs, output: Path, cache: Path | None) -> None:
+def memory_bytes(request: ExportRequest, models: Mapping[str, Facts]) -> int:
+    """What the embeddings, the largest tensor, need, or the model that is compared."""
+    most = 12 * max(facts.table_parameters for facts in models.values())
+    largest = max(models.values(), key=lambda facts: facts.num_parameters)
+    if request.exporter == "optimum":
+        most = TORCH_BYTES + 8 * largest.num_parameters
+    elif request.check:
+        with_torch = not request.is_gguf and has_transformers()
+        opened = TORCH_BYTES + 4 * largest.num_parameters if with_torch else largest.stored_bytes
+        most = max(most, opened + 8 * CHECK_CONTEXT * largest.vocabulary_size)
+    return PROGRAM_BYTES + most
+
+
+def check_room(output: Path, disk: int, memory: int) -> None:
     """Raise CapabilityError with needed and available bytes if disk or memory do not suffice."""
-    parent = _existing(output)
-    places = {parent: needs.output_bytes + needs.temporary_bytes}
-    if cache is not None and needs.download_bytes:
-        shared = _existing(cache)
-        same = next((place for place in places if place.stat().st_dev == shared.stat().st_dev), shared)
-        places[same] = places.get(same, 0) + needs.download_bytes
-    for place, needed in places.items():
-        free = free_bytes(place)
-        if needed > free:
-            raise CapabilityError(
-                f"not enough disk: the export needs {human(needed)} in {place}, {human(free)} are free. Free space, "
-                "choose another disk with -o, or a smaller --quant"
-            )
-    available = free_memory()
-    if available is not None and needs.memory_bytes > available:
+    place = next(each for each in output.absolute().parents if each.exists())
+    if disk > (free := free_bytes(place)):
         raise CapabilityError(
-            f"not enough memory: the export needs {human(needs.memory_bytes)}, {human(available)} are available. Close "
-            "other programs, or skip the comparison with transformers by --no-check"
+            f"not enough disk: the export needs {human(disk)} in {place}, {human(free)} are free. Free space, choose "
+            "another disk with -o, or a smaller --quant"
         )
-
-
-def _existing(path: Path) -> Path:
-    path = path.absolute()
-    return next(place for place in (path, *path.parents) if place.exists())
+    available = free_memory()
+    if available is not None and memory > available:
+        raise CapabilityError(
+            f"not enough memory: the export needs {human(memory)}, {human(available)} are available. Close other "
+            "programs, or skip the comparison by --no-check"
+        )
 
 
 def free_bytes(place: Path) -> int:

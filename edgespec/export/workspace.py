@@ -27,7 +27,6 @@ from edgespec.formats.manifest import ENGINE_TABLES, HEAD_KINDS, HEADS, MANIFEST
 from edgespec.platform.files import write_atomically, write_errors
 
 _FIX = "choose another --output"
-FileFacts = dict[str, dict[str, Any]]  # `bytes` and `sha256` by path
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +45,14 @@ class Artefact:
         """Its table in the manifest."""
         return HEADS if self.role in HEAD_KINDS else ENGINE_TABLES[ENGINES[self.format]]
 
-    def manifest_entry(self, facts: FileFacts) -> dict[str, Any]:
-        entry: dict[str, Any] = {"path": self.path, **facts[self.path]}
-        if self.parameters is not None:
-            entry["parameters"] = self.parameters
-        if self.parts:
-            entry["parts"] = [{"path": part, **facts[part]} for part in self.parts]
-        return entry
+    def manifest_entry(self, folder: Path) -> dict[str, Any]:
+        """What the manifest says of its files in the pair `folder`."""
+        first, *parts = (
+            {"path": name, "bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}
+            for name in (self.path, *self.parts)
+        )
+        further: dict[str, Any] = {"parts": parts} if parts else {}
+        return first | ({} if self.parameters is None else {"parameters": self.parameters}) | further
 
 
 class Workspace:
@@ -62,13 +62,6 @@ class Workspace:
         self.output, self._replace = output, replace
         self.folder = output.with_name(f".{output.name}.export")
         self.pair, self.temporary = self.folder / "pair", self.folder / "temporary"
-        self.file_facts: FileFacts = {}  # of finished files, by their path relative to `pair`
-
-    def finish(self, artefact: Artefact) -> None:
-        """Note size and checksum of an artefact's files."""
-        for name in (artefact.path, *artefact.parts):
-            path = self.pair / name
-            self.file_facts[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
     def publish(self) -> None:
         """Rename `pair` to the output, replacing an old output if `replace` was given. Raises UsageError if not."""

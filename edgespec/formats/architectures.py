@@ -17,7 +17,7 @@ from edgespec.errors import ModelFileError
 from edgespec.formats.checkpoint import Checkpoint, Config, Weights, unsupported
 
 # Transformations of a tensor's values, done by `apply`.
-AS_IS, PERMUTE_Q, PERMUTE_K, ADD_ONE, TRANSPOSE, SCALE_Q, SCALE_Q_NORM = range(7)
+AS_IS, PERMUTE_Q, PERMUTE_K, ADD_ONE, TRANSPOSE = range(5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes in config.json that determine tensor shapes."""
+    """The sizes in config.json that determine tensor shapes; `others`: of some architectures, by their letters."""
 
     layers: int
     width: int
@@ -48,6 +48,7 @@ class Sizes:
     experts: int = 0
     expert_inner: int = 0
     per_layer: int = 0
+    others: Mapping[str, int] = field(default_factory=dict)
 
     def shape(self, letters: str) -> tuple[int, ...]:
         """'q d' -> (heads * head_dim, width)."""
@@ -69,6 +70,9 @@ class Sizes:
             "p": self.per_layer,
             "P": self.per_layer * self.layers,
             "1": 1,
+            "2d": 2 * self.width,
+            "2q": 2 * self.heads * self.head_dim,
+            **self.others,
         }
         return tuple(numbers[letter] for letter in letters.split())
 
@@ -137,46 +141,38 @@ def interleave_rotary(weights: Weights, heads: int) -> Weights:
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weights.shape))
 
 
-def attention_factor(checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> float:
-    """Factor for the queries: Gemma's config gives an attention scale, llama.cpp derives it from the model's shape."""
-    wanted = float(checkpoint.config.get("query_pre_attn_scalar") or sizes.head_dim)
-    is_fixed = sizes.layers == found.fixed_attention_scale_layers
-    built_in = sizes.width // sizes.heads if is_fixed else sizes.head_dim
-    return float((built_in / wanted) ** 0.5)
-
-
-def apply(change: int, weights: Weights, checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> Weights:
+def apply(change: int, weights: Weights, sizes: Sizes) -> Weights:
     if change == PERMUTE_Q:
         return interleave_rotary(weights, sizes.heads)
     if change == PERMUTE_K:
         return interleave_rotary(weights, sizes.kv_heads)
     if change == TRANSPOSE:
         return np.ascontiguousarray(weights.T)
-    if change == ADD_ONE:
-        return weights + np.float32(1)
-    if change in (SCALE_Q, SCALE_Q_NORM):
-        shifted = weights + np.float32(1) if change == SCALE_Q_NORM else weights
-        factor = attention_factor(checkpoint, found, sizes)
-        return shifted if factor == 1 else shifted * np.float32(factor)
-    return weights
+    return weights + np.float32(1) if change == ADD_ONE else weights
 
 
 UNIFORM = ("llama", "gemma")  # architectures whose layers are all alike, whatever config.json says of their kinds
 
 
-def check_unrotated_layers(checkpoint: Checkpoint, found: Architecture) -> None:
-    """Raise ModelFileError unless every fourth layer of a SmolLM3 has no rotary positions, as llama.cpp hard-codes."""
-    if found.name != "smollm3":
-        return
-    layers, interval = checkpoint.count("num_hidden_layers"), checkpoint.config.get("no_rope_layer_interval") or 4
-    usual = [int((index + 1) % 4 != 0) for index in range(layers)]
-    rotated = checkpoint.config.get("no_rope_layers") or (usual if interval == 4 else [])
-    if rotated != usual:
-        wrong = [index for index, (flag, each) in enumerate(zip(rotated, usual, strict=False)) if flag != each]
-        raise ModelFileError(
-            f"{checkpoint.folder}: llama.cpp's SmolLM3 has no rotary positions in layers 3, 7, 11, ... (from 0) and in "
-            f"no others; this checkpoint differs at {wrong or 'their number'}. Prune it by whole groups of four"
-        )
+def _check_built_in(checkpoint: Checkpoint, found: Architecture) -> None:
+    """Raise ModelFileError for settings of single architectures that llama.cpp derives from the model's shape."""
+    config = checkpoint.config
+    if found.name == "smollm3":
+        layers, interval = checkpoint.count("num_hidden_layers"), config.get("no_rope_layer_interval") or 4
+        usual = [int((index + 1) % 4 != 0) for index in range(layers)]
+        if (config.get("no_rope_layers") or (usual if interval == 4 else [])) != usual:
+            raise ModelFileError(
+                f"{checkpoint.folder}: llama.cpp's SmolLM3 has no rotary positions in each fourth layer, and in no "
+                "others as this checkpoint has. Prune it by whole groups of four"
+            )
+    if found.fixed_attention_scale_layers:
+        sizes = found.sizes(checkpoint)
+        is_largest = sizes.layers == found.fixed_attention_scale_layers
+        built_in = sizes.width // sizes.heads if is_largest else sizes.head_dim
+        if (scalar := config.get("query_pre_attn_scalar") or sizes.head_dim) != built_in:
+            raise ModelFileError(
+                f"{checkpoint.folder}: its query_pre_attn_scalar is {scalar!r:.40}; allowed: {built_in}"
+            )
 
 
 def layer_kinds(checkpoint: Checkpoint, found: Architecture, layers: int) -> list[bool]:
@@ -222,8 +218,7 @@ def canonical_name(found: Architecture, name: str) -> str:
 def rotary_settings(config: Config) -> dict[str, Any]:
     """Rotary settings of transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`) as one dict.
 
-    For a model with settings per kind of layer (Gemma 3), those of full attention. Raises ModelFileError, also where
-    the two differ, since programs disagree on which of them counts.
+    For a model with settings per kind of layer (Gemma 3), those of full attention. Raises ModelFileError.
     """
     new, old = (config.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
     for found in (new, old):
@@ -233,13 +228,6 @@ def rotary_settings(config: Config) -> dict[str, Any]:
     settings.pop("sliding_attention", None)
     settings.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     settings.setdefault("rope_type", settings.get("type", "default"))
-    if new:
-        told = {"rope_type" if key == "type" else key: value for key, value in old.items()}
-        if differing := [key for key, value in told.items() if settings.get(key) != value]:
-            raise ModelFileError(
-                f"config.json has both rope_parameters and rope_scaling, and they differ ({', '.join(differing)}): "
-                "keep what is meant"
-            )
     _check_rotary(settings)
     return settings
 
@@ -263,17 +251,11 @@ def window_frequency_base(config: Config) -> float | None:
 
 
 def llama3_frequency_factors(settings: dict[str, Any], head_dim: int) -> Weights:
-    """Divisors [head_dim / 2] of the rotary frequencies for Llama 3.1's context extension. Raises ModelFileError."""
+    """Divisors [head_dim / 2] of the rotary frequencies for Llama 3.1's context extension. KeyError, ValueError."""
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    if missing := [key for key in keys if key not in settings]:
-        raise ModelFileError(f"config.json's llama3 rotary scaling lacks {', '.join(missing)}")
     factor, low, high, original = (float(settings[key]) for key in keys)
     if not (factor > 0 and original > 0 and high > low):
-        raise ModelFileError(
-            f"config.json's llama3 rotary scaling is impossible: factor {factor:g} and "
-            f"original_max_position_embeddings {original:g} must be above 0, and high_freq_factor {high:g} above "
-            f"low_freq_factor {low:g}"
-        )
+        raise ValueError(f"llama3 rotary scaling with {', '.join(keys)} of {factor:g}, {low:g}, {high:g}, {original:g}")
     frequencies = float(settings["rope_theta"]) ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     wavelengths = 2 * math.pi / frequencies
     smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
@@ -347,17 +329,12 @@ FOUR_NORMS = {
     "pre_feedforward_layernorm.weight": Tensor("ffn_norm.weight", "d", ADD_ONE),
     "post_feedforward_layernorm.weight": Tensor("post_ffw_norm.weight", "d", ADD_ONE),
 }
-GEMMA2_LAYER = {
-    **FOUR_NORMS,
-    **ATTENTION,
-    **MLP,
-    "self_attn.q_proj.weight": Tensor("attn_q.weight", "q d", SCALE_Q),
-}
+GEMMA2_LAYER = {**FOUR_NORMS, **ATTENTION, **MLP}
 GEMMA3_LAYER = {
     **FOUR_NORMS,
     **ATTENTION,
     **MLP,
-    "self_attn.q_norm.weight": Tensor("attn_q_norm.weight", "h", SCALE_Q_NORM),
+    "self_attn.q_norm.weight": Tensor("attn_q_norm.weight", "h", ADD_ONE),
     "self_attn.k_norm.weight": Tensor("attn_k_norm.weight", "h", ADD_ONE),
 }
 GPT2_OUTER = {
@@ -466,5 +443,5 @@ def architecture_of(checkpoint: Checkpoint) -> Architecture:
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if part not in (None, 1, 1.0):
         raise ModelFileError(f"{folder}: its partial_rotary_factor is {part!r:.40}; allowed: 1")
-    check_unrotated_layers(checkpoint, found)
+    _check_built_in(checkpoint, found)
     return found

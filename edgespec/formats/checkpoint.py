@@ -1,17 +1,11 @@
-"""Reads a Hugging Face model folder without torch: config, weights one tensor at a time, tokenizer.
-
-Safetensors files are read in plain Python, so that error messages name the file and the tensor. Format: 8 bytes of
-header length, a JSON header (name -> dtype, shape, byte range), the tensors' bytes.
-https://huggingface.co/docs/safetensors
-"""
+"""Reads a Hugging Face model folder without torch: config.json, and weights one tensor at a time."""
 
 from __future__ import annotations
 
-import json
+import fnmatch
 import math
-import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,16 +19,11 @@ from edgespec.formats.hub_folder import read_json
 
 Config = dict[str, Any]
 Weights = NDArray[np.float32]
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MAX_HEADER_BYTES = 100_000_000
 READABLE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-# The sizes of types that cannot be converted are needed to check that a file is complete.
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-ITEM_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "U32": 4, "U64": 8}
+WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors")
+PICKLED_FILES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 # Masks and frequencies in old checkpoints, which are not weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
-_SHARD_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
-
 
 # What transformers takes where config.json says nothing, and no shape of a tensor would tell.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -97,17 +86,12 @@ class Checkpoint:
     @staticmethod
     def open(folder: Path) -> Checkpoint:
         """Read config and tensor headers. Raises ModelFileError if a file is missing, truncated or not supported."""
-        config = full_config(folder)
-        listed = _listed_tensors(folder)
-        tensors: dict[str, StoredTensor] = {}
-        for file in sorted({folder / name for name in listed.values()}) if listed else _weight_files(folder):
-            for name, tensor in read_safetensors(file).items():
-                if name in tensors:
-                    raise ModelFileError(f"tensor {name} is in both {tensors[name].file.name} and {file}")
-                tensors[name] = tensor
-        for name, file_name in listed.items():
-            if name not in tensors or tensors[name].file.name != file_name:
-                raise ModelFileError(f"{folder / file_name} lacks tensor {name}, which {INDEX} puts there")
+        config, tensors = full_config(folder), dict[str, StoredTensor]()
+        for name in weight_names(str(folder), [path.name for path in folder.iterdir()]):
+            for tensor, found in read_safetensors(folder / name).items():
+                if tensor in tensors:
+                    raise ModelFileError(f"tensor {tensor} is in both {tensors[tensor].file.name} and {folder / name}")
+                tensors[tensor] = found
         return Checkpoint(folder, config, tensors)
 
     @property
@@ -174,60 +158,51 @@ class Checkpoint:
         return value
 
 
-def _listed_tensors(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name, from the index of a sharded checkpoint; empty without an index."""
-    if (folder / WHOLE).is_file() or not (folder / INDEX).exists():  # as transformers reads a folder with both
-        return {}
-    listed = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(listed, dict) or not listed:
-        raise ModelFileError(f"{folder / INDEX} has no weight_map")
-    for file_name in set(listed.values()):
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise ModelFileError(f"{folder / INDEX} names the file {file_name!r}; allowed: names inside the folder")
-        if not (folder / file_name).is_file():
-            raise ModelFileError(f"{folder / file_name} is missing, which {INDEX} names. Download it again")
-    return listed
+def weight_names(where: str, names: Sequence[str]) -> list[str]:
+    """The safetensors files of a model among all `names`; one whole file outranks shards, as in transformers.
+
+    Raises ModelFileError that says what is there instead.
+    """
+    found = sorted(matching(names, WEIGHT_FILES))
+    if "model.safetensors" in found:
+        return ["model.safetensors"]
+    if found:
+        wanted = int(found[0].rpartition("-of-")[2].removesuffix(".safetensors") or 0)
+        if len(found) != wanted:
+            raise ModelFileError(f"{where} has {len(found)} of {wanted} weight files: fetch the rest")
+        return found
+    if "adapter_config.json" in names:
+        raise ModelFileError(f"{where} is an adapter, not a model: merge it into its base model first")
+    if pickled := matching(names, PICKLED_FILES):
+        raise ModelFileError(
+            f"{where} has only pickled weights ({pickled[0]}), which can run code when they are read: save the model "
+            "with safe_serialization=True, or use a revision that has model.safetensors"
+        )
+    if ggufs := matching(names, ("*.gguf",)):
+        raise ModelFileError(
+            f"{where} already holds GGUF files ({ggufs[0]}): run one, or convert it: edgespec export FILE --to onnx"
+        )
+    raise ModelFileError(f"{where} has no model.safetensors: give the folder or hub id of a transformers model")
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / WHOLE).is_file():
-        return [folder / WHOLE]
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise ModelFileError(f"{folder} has no model*.safetensors: save the model with safe_serialization=True")
-    shards = [found for file in files if (found := _SHARD_NAME.search(file.name))]
-    if shards and len(shards) != int(shards[0][2]):
-        raise ModelFileError(f"{folder} has {len(shards)} of {int(shards[0][2])} safetensors shards. Download the rest")
-    return files
+def matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def read_safetensors(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, sorted by name. Raises ModelFileError for anything but a complete safetensors file."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-                raise ModelFileError(f"{file} is not a safetensors file, or is truncated: its header is {length} bytes")
-            header = json.loads(opened.read(length).decode("utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ModelFileError(f"{file} is not a safetensors file: {error}") from error
-    if not isinstance(header, dict):
-        raise ModelFileError(f"{file} is not a safetensors file: its header is not an object")
-    header.pop("__metadata__", None)
-    return {name: _stored_tensor(file, size, 8 + length, name, header[name]) for name in sorted(header)}
+    """Location of every tensor by name, in their order. Raises ModelFileError if the file is damaged or truncated."""
+    from gguf.utility import SafetensorsLocal
 
-
-def _stored_tensor(file: Path, size: int, start: int, name: str, entry: Any) -> StoredTensor:
     try:
-        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        whole = all(type(value) is int and value >= 0 for value in (*shape, begin, end))
-    except (TypeError, KeyError, ValueError) as error:
-        raise ModelFileError(f"{file} is damaged: tensor {name} is described by {str(entry)[:80]!r}") from error
-    if not whole or not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise ModelFileError(f"{file} is damaged: tensor {name} has type {dtype!r} and shape {shape}")
-    if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
-        raise ModelFileError(f"{file} is damaged: tensor {name} of {dtype} {shape} has {end - begin} bytes")
-    if start + end > size:
-        raise ModelFileError(f"{file} is truncated: tensor {name} ends at byte {start + end} of {size}")
-    return StoredTensor(file, dtype, shape, start + begin, end - begin)
+        size, found = file.stat().st_size, dict[str, StoredTensor]()
+        for name, each in SafetensorsLocal(file).tensors.items():
+            tensor = StoredTensor(file, each.dtype, each.shape, each.data_range.offset, each.data_range.size)
+            item = np.dtype(READABLE.get(tensor.dtype, "u1")).itemsize
+            if tensor.dtype in READABLE and math.prod(tensor.shape) * item != tensor.num_bytes:
+                raise ValueError(f"tensor {name} of {tensor.dtype} {tensor.shape} has {tensor.num_bytes} bytes")
+            if min(tensor.offset, tensor.num_bytes, *tensor.shape) < 0 or tensor.offset + tensor.num_bytes > size:
+                raise ValueError(f"tensor {name} ends at byte {tensor.offset + tensor.num_bytes} of {size}")
+            found[name] = tensor
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
+        raise ModelFileError(f"{file} is truncated, damaged or no safetensors file: {exc}. Fetch it again") from exc
+    return found

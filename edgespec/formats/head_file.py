@@ -293,19 +293,15 @@ def manifest_of(path: Path, described: Any) -> HeadManifest:
         manifest = msgspec.convert(described, HeadManifest)
     except ValueError as exc:
         raise ModelFileError(f"{path} describes its heads in an unknown way ({exc}): train them again") from exc
-    layers = manifest.layers
-    if min(layers, default=0) < 0 or list(layers) != sorted(set(layers)):
-        raise ModelFileError(f"{path}: layers must be ascending layer numbers, got {layers}; train the heads again")
-    if manifest.feature_size % (count := len(layers) + 1):
+    layers, sizes = manifest.layers, (manifest.heads, manifest.kv_heads, manifest.head_dim, manifest.ffn)
+    is_sound = min(layers, default=0) >= 0 and list(layers) == sorted(set(layers))
+    is_sound &= manifest.feature_size % (len(layers) + 1) == 0
+    is_sound &= manifest.generation != 3 or (manifest.kind == "eagle" and bool(layers))
+    if manifest.kind == "eagle":
+        is_sound &= 0 not in sizes and manifest.heads % manifest.kv_heads == 0 and manifest.head_dim % 2 == 0
+    if not is_sound:
         raise ModelFileError(
-            f"{path}: feature_size {manifest.feature_size} is not that of {count} states; train it again"
+            f"{path} gives its {manifest.kind} heads sizes that do not fit together: generation {manifest.generation}, "
+            f"layers {layers}, feature_size {manifest.feature_size}, {sizes}; train or export them again"
         )
-    sizes = (manifest.heads, manifest.kv_heads, manifest.head_dim, manifest.ffn)
-    if manifest.generation == 3 and (manifest.kind != "eagle" or not layers):
-        raise ModelFileError(
-            f"{path} holds {manifest.kind} heads of generation {manifest.generation} for layers {layers}: such heads "
-            "are not known; export or train them again"
-        )
-    if manifest.kind == "eagle" and (0 in sizes or manifest.heads % manifest.kv_heads or manifest.head_dim % 2):
-        raise ModelFileError(f"{path} gives its layer sizes that do not fit together: {sizes}; train the heads again")
     return manifest

@@ -12,7 +12,7 @@ no device runs on the CPU. Last comes the number of answers at once, where that 
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -28,7 +28,7 @@ from edgespec.formats.gguf.check import main_layers
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.loading.requirements import without_drafts
-from edgespec.memory.plan import Fit, Plan, Room, Verdict, planned
+from edgespec.memory.plan import BUDGET, Fit, Plan, Room, Verdict, planned
 
 COMFORTABLE_CONTEXT, LEAST_CONTEXT = 2048, 512
 MOST_SEQUENCES = 4  # that nobody asked for
@@ -159,24 +159,18 @@ def _setups(whole: Fitted) -> Iterator[tuple[GivenUp, ...]]:
 
 
 def _refusal(whole: Fitted, tried: Sequence[Fitted], room: Room) -> str:
-    """What is needed and left, and what would fit, else the smallest that there is."""
+    """What is needed and left, and the smallest setup that there is."""
     verdict = whole.verdict
-    needs = (
-        f"{whole.pair.name} needs about {as_size(verdict.needed_bytes)} more memory, {as_size(verdict.free_bytes)} is "
-        f"left under {verdict.name}"
-    )
-    remedy = "or free memory"
-    if room.budget_bytes is not None and verdict.free_bytes == room.budget_bytes:
-        size, budget = as_size(verdict.needed_bytes), as_size(verdict.free_bytes)
-        needs = f"{whole.pair.name} needs about {size}, the budget is {budget}"
-        remedy = "or a larger --memory"
-    found = _first(tried, ("fits",)) or _first(tried, ("pages",))
-    if found is not None:
-        return f"{needs}. This would fit: {found.flags} (--memory auto chooses it)"
+    needed, free = as_size(verdict.needed_bytes), as_size(verdict.free_bytes)
+    needs, remedy = f"about {needed} more memory, {free} is left under {verdict.name}", "or free memory"
+    if verdict.name == BUDGET:
+        needs, remedy = f"about {needed}, the budget is {free}", "or a larger --memory"
     smallest = min(tried, key=lambda each: each.plan.own_bytes)
     least = as_size(smallest.verdict.needed_bytes)
     said = f"The smallest possible setup ({smallest.flags}) needs {least}: use" if smallest.given_up else "Use"
-    return f"{needs}. {said} a smaller --ctx-size (auto: the largest that fits) or model, {remedy}"
+    return (
+        f"{whole.pair.name} needs {needs}. {said} a smaller --ctx-size (auto: the largest that fits) or model, {remedy}"
+    )
 
 
 STEP = 512  # tokens between the contexts that "auto" chooses from, of which the first is the smallest
@@ -212,7 +206,6 @@ def own_context(file: ModelFile) -> int:
     return footprint(file.path, ModelUse(default_context=_MOST_CELLS)).context_length
 
 
-MOST_LAYERS = 512  # of llama.cpp
 DeviceRoom = Callable[[Sequence[str] | None], int]
 
 
@@ -233,37 +226,30 @@ def placed(options: LoadOptions, pair: ModelPair, room: DeviceRoom | None = None
 
     free = (room or room_on_devices)(options.target_devices)
 
-    def needed(layers: int, draft_layers: int, experts_here: int | None = None) -> list[int]:
+    def needed(count: int, draft: int, experts_here: int | None) -> list[int]:
         """Bytes on devices, of the target and of each draft."""
-        tried = _with(options, layers, draft_layers)
-        plan = planned(tried if experts_here is None else replace(tried, cpu_moe_layers=experts_here), pair)
+        plan = planned(replace(_with(options, count, draft), cpu_moe_layers=experts_here), pair)
         return [model.footprint.device for model in plan.models]
 
-    every, *drafts = needed(-1, -1)
+    _, *drafts = needed(-1, -1, options.cpu_moe_layers)
     if _is_said(options) and options.draft_devices == options.target_devices:
         free, drafts = free - sum(drafts), []
-    if every <= free:
-        return _with(options, -1, -1 if every + sum(drafts) <= free else 0)
     header = read_header(pair.files["target"].path)
-    if options.cpu_moe_layers is None and any("_exps." in tensor.name for tensor in header.tensors):
-        return _experts_first(options, main_layers(header), free, needed, sum(drafts))
-    return _with(options, bisect_right(range(MOST_LAYERS), free, key=lambda layers: needed(layers, 0)[0]) - 1, 0)
-
-
-def _experts_first(
-    options: LoadOptions, layers: int, free: int, needed: Callable[..., list[int]], drafts: int
-) -> LoadOptions:
-    """A mixture's experts leave the GPU before anything else: they are most of its bytes, and a token reads few.
-
-    `needed`: bytes on the GPU, the target's first, for layers of target and draft, and for how many of the `layers` the
-    experts are here. A draft of `drafts` bytes goes to the GPU before experts do, as every token reads all of it.
-    """
-    for draft_layers, room in ((-1, free - drafts), (0, free)):
-        here = 1 + bisect_left(range(1, layers), True, key=lambda count: needed(-1, 0, count)[0] <= room)
-        if needed(-1, 0, here)[0] <= room:
-            return replace(_with(options, -1, draft_layers), cpu_moe_layers=here)
-    most = bisect_right(range(MOST_LAYERS), free, key=lambda count: needed(count, 0, layers)[0]) - 1
-    return replace(_with(options, most, 0), cpu_moe_layers=layers)
+    layers, own = main_layers(header), options.cpu_moe_layers
+    # The best first: all, then the target alone. Of a mixture the experts leave before anything else, which are most of
+    # its bytes, and of which a token reads few; a draft stays longer, as every token reads all of it.
+    setups: list[tuple[int, int, int | None]] = [(-1, -1, own), (-1, 0, own)]
+    if own is None and any("_exps." in tensor.name for tensor in header.tensors):
+        own = layers
+        setups += [(-1, draft, here) for draft in (-1, 0) for here in range(1, layers + 1)]
+    setups += [(count, 0, own) for count in range(layers + 1, -1, -1)]
+    fitting = (
+        (count, draft, here)
+        for count, draft, here in setups
+        if needed(count, 0, here)[0] <= free - (sum(drafts) if draft else 0)
+    )
+    count, draft, here = next(fitting, setups[-1])
+    return replace(_with(options, count, draft), cpu_moe_layers=here)
 
 
 def _goes_to_gpu(options: LoadOptions, pair: ModelPair) -> bool:

@@ -19,7 +19,6 @@ from edgespec.control.constants import MAX_AUTO_LENGTH
 from edgespec.drafters.spec import SPECS
 from edgespec.engines.model_use import Footprint, ModelUse
 from edgespec.errors import CapabilityError, EdgespecError
-from edgespec.formats.gguf.check import model_files
 from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.loading.requirements import Chosen, draft_use, head_paths, target_use
@@ -35,11 +34,11 @@ _CHILD = 24 * MIB  # the child process in which chat templates are rendered: 14 
 _CUDA = 340 * MIB  # what CUDA's libraries take of this machine's memory: measured on one of NVIDIA's H200, CUDA 13.0
 _STACK_BYTES = 8 << 20
 _SURVEYED_ROWS = 63
-# Bytes in memory for a weight of 8 bits in the file. Medusa's heads are float32; of EAGLE's layer there are 8 bits and
-# scales; its vocabulary is there like that, too, and in half precision, from which inputs are looked up.
-_FLOAT, _LAYER, _VOCABULARY = 4.0, 1.25, 3.25
+# Bytes in memory for a weight of 8 bits in the file: of heads there are 8 bits and scales; their vocabulary is there as
+# well in half precision, from which inputs are looked up.
+_LAYER, _VOCABULARY = 1.25, 3.25
 _HEAD_CONTEXT = 2048  # pairs of an EAGLE head
-_OPENING = 9.0  # the same while EAGLE's are opened: in float32, as they are kept, and copies; measured on SmolLM2's
+_OPENING = 9.0  # the same while they are opened: in float32, as they are kept, and copies; measured on SmolLM2's
 
 
 class Part(NamedTuple):
@@ -151,21 +150,13 @@ class Plan:
         """What lies elsewhere or may, of which no memory is known; empty where all is this machine's memory."""
         if self.other_devices:
             names = " or ".join(self.other_devices)
-            return (
-                f"planned for the processor: ONNX Runtime may choose {names}, where the memory it takes is not known. "
-                "--provider cpu stays on the processor"
-            )
+            return f"planned for the processor: ONNX Runtime may choose {names}, of whose memory nothing is known"
         if not self.device_bytes:
             return ""
-        size = as_size(self.device_bytes)
-        if self.shares_device:
-            return f"of these on the GPU, which shares this machine's memory: about {size}"
-        if self.device is None:  # of llama.cpp, which tells how much memory its devices have
-            return f"on the GPU: about {size}"
-        return (
-            f"on {self.device}: about {size}, not checked: how much memory it has, and whether it shares this "
-            "machine's, is not known"
-        )
+        # llama.cpp tells how much memory its devices have.
+        rest = ", which shares this machine's memory" if self.shares_device else ""
+        rest = f"{rest}, not checked: how much memory it has is not known" if self.device else rest
+        return f"on {self.device or 'the GPU'}: about {as_size(self.device_bytes)}{rest}"
 
     @property
     def reserved_bytes(self) -> int:
@@ -201,7 +192,7 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
         others = possible_devices()
     return Plan(
         pair.name,
-        _without_shared((target, *drafts), pair, roles),
+        (target, *drafts),
         _table_bytes(options, context),
         heads,
         _process(engines),
@@ -255,21 +246,6 @@ def _need(file: ModelFile, role: str, use: ModelUse) -> ModelNeed:
     return ModelNeed(role, file.path.name, "/".join(dict.fromkeys(kinds)), need(file.path, use))
 
 
-def _without_shared(models: tuple[ModelNeed, ...], pair: ModelPair, roles: tuple[str, ...]) -> tuple[ModelNeed, ...]:
-    """The same with files that several models map counted once."""
-    seen: set[Path] = set()
-    found = []
-    for model, role in zip(models, roles, strict=True):
-        file = pair.files[role]
-        files = set(model_files(file.path)) if file.is_gguf else {file.path}
-        shared = sum(path.stat().st_size for path in files & seen)
-        seen |= files
-        mapped = max(model.footprint.mapped - shared, 0)
-        read_once = min(model.footprint.read_once, mapped)
-        found.append(replace(model, footprint=replace(model.footprint, mapped=mapped, read_once=read_once)))
-    return tuple(found)
-
-
 def _table_bytes(options: LoadOptions, context_length: int) -> int:
     """Bytes of drafters that keep tables of the text, each of which also has a limit of its own."""
     if options.drafter == "none" or options.draft_length == 0:
@@ -300,14 +276,12 @@ def _bytes_of(path: Path, context_length: int, texts: int) -> tuple[int, int]:
     except (EdgespecError, OSError, ValueError):  # reading the heads says best what is wrong; ValueError: a NUL
         return stored, 0
     opening = 0
-    if sizes.kind == "medusa":
-        weights = _FLOAT * stored
-    elif sizes.generation == 3:  # its embedding stays as it is stored
+    if sizes.generation == 3:  # its embedding stays as it is stored
         weights = _LAYER * stored
     else:
         layer = min(sum(map(math.prod, sizes.shapes().values())), stored)
         weights, opening = _LAYER * layer + _VOCABULARY * (stored - layer), int(_OPENING * stored)
-    # Both keep windows of states; an EAGLE head has a cache of halves, and tables of positions.
+    # All keep windows of states; an EAGLE head has a cache of halves, and tables of positions.
     states = min(WINDOW, context_length) * sizes.feature_size * BYTES_PER_FEATURE
     cache = min(_HEAD_CONTEXT, context_length) * 4 * sizes.kv_heads * sizes.head_dim
     kept = int(weights) + texts * (states + cache) + 4 * _HEAD_CONTEXT * sizes.head_dim

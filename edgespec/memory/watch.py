@@ -30,8 +30,7 @@ LEAST_FREE_BYTES = 8 << 20  # with less left, the next allocation may end the pr
 class MemoryWatch:
     """`limit_bytes`: most that the process's own memory may grow to; None: the user set none.
 
-    `planned_bytes`: what the pair was planned to take of it; `grows_to_bytes`: the process's own memory by that plan;
-    `why`: the last excess, after a number of bytes.
+    `planned_bytes`: what the pair was planned to take of it; `why`: the last excess, after a number of bytes.
     """
 
     def __init__(
@@ -41,10 +40,8 @@ class MemoryWatch:
         clock: Callable[[], float] = monotonic,
         planned_bytes: int = 0,
         free: Callable[[], int | None] = least_free,
-        grows_to_bytes: int = 0,
     ) -> None:
         self.limit_bytes = limit_bytes
-        self.grows_to_bytes = grows_to_bytes
         self.planned_bytes = planned_bytes
         self._used, self._clock, self._free = used, clock, free
         self._next_s = clock()
@@ -61,16 +58,9 @@ class MemoryWatch:
         self._is_closed = True
         PLANS.discard(self)
 
-    def growth_bytes(self, used: int) -> int:
-        """What this pair and those loaded since will still take, by their plans."""
-        return max(self.grows_to_bytes + self._others_since() - used, 0)
-
     def left_bytes(self, used: int) -> int | None:
-        """What the budget leaves beyond the plan, and beyond the `used` bytes; None without a budget."""
-        if self.limit_bytes is None:
-            return None
-        since = self._others_since()
-        return self.limit_bytes + since - max(used, self.grows_to_bytes + since)
+        """What the budget leaves where the process takes `used` bytes; None without a budget."""
+        return None if self.limit_bytes is None else self.limit_bytes + self._others_since() - used
 
     def _others_since(self) -> int:
         """What pairs that were loaded later were planned to take, less what closed ones were."""
@@ -88,9 +78,7 @@ class MemoryWatch:
         """`excess` at any time, whenever the last look was."""
         free, used = self._free(), self._used()
         short = 0 if free is None else max(LEAST_FREE_BYTES - free, 0)
-        over = 0
-        if used is not None and self.limit_bytes is not None:
-            over = used - self.limit_bytes - self._others_since()
+        over = 0 if used is None else -(self.left_bytes(used) or 0)
         self.why = "over the budget" if over >= short else "more must be free"
         return max(over, short)
 
@@ -152,8 +140,7 @@ class MemoryReport:
         left = MOST_BYTES if most is None else most - room.own - fitted.plan.own_bytes + counted
         parked = min(max(left, 0), MOST_BYTES)
         planned = fitted.plan.own_bytes - fitted.plan.process.own
-        grows_to = room.own - counted + fitted.plan.own_bytes
-        watch = MemoryWatch(room.most_in_budget(fitted.plan), planned_bytes=planned, grows_to_bytes=grows_to)
+        watch = MemoryWatch(room.most_in_budget(fitted.plan), planned_bytes=planned)
         return cls(fitted.plan, fitted.verdict, fitted.given_up, watch, parked, fitted.note)
 
     @property

@@ -32,18 +32,15 @@ class Limit:
 
 
 class Planned(Protocol):
-    """A loaded pair, which may not have taken yet the `planned_bytes` that it was planned to take."""
+    """A loaded pair, with what it was planned to take."""
 
     planned_bytes: int
 
-    def growth_bytes(self, used: int) -> int:
-        """What it will still take of the process's own memory, of which `used` bytes are in use."""
-
     def left_bytes(self, used: int) -> int | None:
-        """What its budget leaves beyond that; None without one."""
+        """What its budget leaves where the process takes `used` bytes; None without one."""
 
 
-# The pairs that are open: what they were planned to take, `spare_memory` leaves out.
+# The pairs that are open.
 PLANS: WeakSet[Planned] = WeakSet()
 
 
@@ -69,13 +66,12 @@ def free_memory(root: Path = Path("/")) -> int | None:
 
 
 def spare_memory() -> int | None:
-    """Bytes that may be taken beyond all plans: without swapping, and within every budget. None where unknown."""
+    """Bytes that may be taken without swapping, and within every budget. None where unknown."""
     free, used = free_memory(), own_bytes()
     if free is None or used is None:
         return free
-    pairs = list(PLANS)
-    left = [most for pair in pairs if (most := pair.left_bytes(used)) is not None]
-    return max(min([free - max((pair.growth_bytes(used) for pair in pairs), default=0), *left]), 0)
+    left = [most for pair in list(PLANS) if (most := pair.left_bytes(used)) is not None]
+    return max(min([free, *left]), 0)
 
 
 def least_free(root: Path = Path("/")) -> int | None:

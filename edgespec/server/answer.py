@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from edgespec.chat.marks import control_text
-from edgespec.chat.reasoning import Reasoning
+from edgespec.chat.marks import ChannelSplitter
+from edgespec.chat.reasoning import AnswerSplitter, Reasoning
 from edgespec.chat.tool_forms import Form
-from edgespec.chat.tools import ToolCall, ToolParser
+from edgespec.chat.tools import ToolCall
 from edgespec.drafters.predicted import PREDICTION
 from edgespec.reports import PromptProgress, Stats, TokenEvent
 from edgespec.server.http_errors import HttpError
@@ -160,18 +160,16 @@ async def events(answer: Answer) -> AsyncIterator[Event]:
 class Answer:
     """The answer of one ticket: iterate over `pieces` once; everything else is complete after that.
 
-    `parser`: for a chat with tools; `parallel`: whether one answer may hold several calls. `reasoning`: how the answer
-    reasons, to be split from it; None leaves the text as it is.
+    `splitter`: None leaves the text as it is; `parallel`: whether one answer may hold several calls.
     """
 
     def __init__(
         self,
         ticket: Ticket,
         vocabulary: Vocabulary,
-        parser: ToolParser | None = None,
+        splitter: AnswerSplitter | None = None,
         *,
         parallel: bool = True,
-        reasoning: Reasoning | None = None,
     ) -> None:
         self.ticket = ticket
         self.text = self.reasoning = ""
@@ -179,20 +177,24 @@ class Answer:
         self.calls: list[ToolCall] = []
         self.tokens: list[TokenEvent] = []
         self.reasoning_tokens: list[TokenEvent] = []
-        self._vocabulary, self._parser, self._parallel = vocabulary, parser, parallel
-        self._reasoning, self._splitter = reasoning, reasoning.splitter(parser) if reasoning is not None else None
+        self._vocabulary, self._parallel = vocabulary, parallel
+        self._splitter = AnswerSplitter(vocabulary) if splitter is None else splitter
+        self._num_before = 0  # tokens before the answer began
         self._shown = _ShownTokens(vocabulary)
         self._unsorted: list[tuple[TokenEvent, int]] = []  # shown before it is known what the answer begins with
         self._end: TokenEvent | None = None
         self._token_ids: list[int] = []
-        self._num_characters = self._num_bytes = 0  # of the text, reasoning and marks included
-        self._begins_at: int | None = None if reasoning is not None else 0  # byte of the text behind the reasoning
+        self._num_characters = 0  # of the text, reasoning and marks included
         self._is_cut = False  # the calls are complete: what the model writes after them is dropped
 
     @property
     def stats(self) -> Stats:
         """Counters of the generation."""
         return self.ticket.stats
+
+    @property
+    def seed(self) -> int:
+        return self.ticket.generation.seed
 
     @property
     def timings(self) -> dict[str, Any]:
@@ -206,26 +208,19 @@ class Answer:
     @property
     def splits_reasoning(self) -> bool:
         """Whether the model may reason, and what it reasons is told apart from its answer."""
-        return self._splitter is not None
+        return self._splitter.splitter is not None
 
     @property
     def num_reasoning_tokens(self) -> int:
         """Tokens of the reasoning, its marks and the blanks at them included."""
-        if self._splitter is None or not self._has_reasoning:
-            return 0
-        end = 0
-        for count, token_id in enumerate(self._token_ids):
-            end += len(self._vocabulary.piece(token_id))
-            if self._begins_at is not None and end > self._begins_at:
-                return count
-        return len(self._token_ids)
+        return self._num_before if self._has_reasoning else 0
 
     @property
     def _has_reasoning(self) -> bool:
         """Whether what precedes the answer is reasoning: the header of a channel alone is none."""
-        assert self._splitter is not None and self._reasoning is not None
-        has_more = bool(self._begins_at) and not self._reasoning.marks.has_channels
-        return self._splitter.has_reasoned or has_more
+        splitter = self._splitter.splitter
+        has_more = bool(self._splitter.begins_at) and not isinstance(splitter, ChannelSplitter)
+        return splitter is not None and (splitter.has_reasoned or has_more)
 
     @property
     def finish_reason(self) -> str:
@@ -270,7 +265,7 @@ class Answer:
             self.ticket.cancel()
 
     async def read(self) -> None:
-        if self._parser is None:  # which ends an answer when its calls are complete
+        if self._splitter.parser is None:  # which ends an answer when its calls are complete
             self.ticket.read_whole()
         async for _ in self.pieces():
             pass
@@ -284,14 +279,11 @@ class Answer:
             self.num_predicted += event.drafter == PREDICTION
             self._unsorted += self._shown.push(event)
             self._num_characters += len(event.text)
-            self._num_bytes += len(event.text.encode("utf-8", "replace"))
-            mark = self._mark(event)
-            reasoning, text = self._split(mark + event.text, len(mark))
+            reasoning, text, calls = self._splitter.push(event.token_id, event.text)
+            self._num_before += self._splitter.begins_at is None
             piece.reasoning += reasoning
             piece.reasoning_shares.append((reasoning, event.drafter))
-            if self._parser is not None:
-                text, calls = self._parser.push(text)
-                piece.calls += calls
+            piece.calls += calls
             piece.text += text
             piece.shares.append((text, event.drafter))
         self._sort(piece)
@@ -300,48 +292,25 @@ class Answer:
     def _rest(self) -> Piece:
         """What was held back, at the end of the answer."""
         is_cut = self._end is not None and self._end.finish_reason == "length"
-        reasoning, text = ("", "") if self._splitter is None else self._splitter.finish(is_cut=is_cut)
-        if text and self._begins_at is None:
-            has_reasoned = self._splitter is not None and self._splitter.has_reasoned
-            self._begins_at = max(0, self._num_bytes - len(text.encode("utf-8", "replace"))) if has_reasoned else 0
-        calls: list[ToolCall] = []
-        if self._parser is not None:
-            text, calls = self._parser.push(text)
-            rest, more = self._parser.finish(is_cut=is_cut)
-            text, calls = text + rest, calls + more
+        reasoning, text, calls = self._splitter.finish(is_cut=is_cut)
         piece = Piece(text, calls, shares=[(text, None)], reasoning=reasoning, reasoning_shares=[(reasoning, None)])
         self._sort(piece, is_end=True)
         return piece
 
-    def _split(self, text: str, num_unprinted: int) -> tuple[str, str]:
-        """(reasoning, answer) in `text`, whose first `num_unprinted` characters name a token that prints nothing."""
-        if self._splitter is None:
-            return "", text
-        reasoning, answer = self._splitter.push(text)
-        if answer and self._begins_at is None:
-            self._begins_at = max(0, self._num_bytes - len(answer.encode("utf-8", "replace")) + num_unprinted)
-        return reasoning, answer
-
     def _sort(self, piece: Piece, *, is_end: bool = False) -> None:
         """Put the shown tokens to the reasoning or the text, once it is known which they are."""
-        if self._begins_at is not None:
+        begins_at = self._splitter.begins_at
+        if begins_at is not None:
             for event, end in self._unsorted:
-                if not self._begins_at or end > self._begins_at:
+                if not begins_at or end > begins_at:
                     piece.tokens.append(event)
                 elif self._has_reasoning:
                     piece.reasoning_tokens.append(event)
-        elif is_end or (self._splitter is not None and self._splitter.has_reasoned):
+        elif is_end or self._has_reasoning:
             piece.reasoning_tokens += [event for event, _ in self._unsorted]
         else:
             return
         self._unsorted = []
-
-    def _mark(self, event: TokenEvent) -> str:
-        """The name of a control token that begins calls or reasoning, or ends it; such tokens print nothing."""
-        names = [] if self._parser is None else [*self._parser.marks]
-        if self._reasoning is not None:
-            names += self._reasoning.marks.names
-        return control_text(self._vocabulary, event.token_id, names) if names else ""
 
     def _kept(self, piece: Piece) -> Piece:
         if not self._parallel:
@@ -354,7 +323,8 @@ class Answer:
         return piece
 
     def _is_complete(self) -> bool:
-        return bool(self.calls) and (not self._parallel or (self._parser is not None and self._parser.is_over))
+        parser = self._splitter.parser
+        return bool(self.calls) and (not self._parallel or (parser is not None and parser.is_over))
 
 
 class _ShownTokens:
@@ -401,15 +371,11 @@ class Work:
 
 
 class Exchange(ABC):
-    """`is_stream`: whether the answers are sent as they come.
-
-    `keep_loaded_s`: for how long the model is to stay loaded without a request; None: the client does not say.
-    """
+    """`is_stream`: whether the answers are sent as they come."""
 
     media_type = "text/event-stream"
     ping = b": ping\n\n"  # sent while there is nothing to send; a comment, which readers of events skip
     streams_by_default = False
-    keep_loaded_s: float | None = None
 
     def __init__(self, work: Work, *, is_stream: bool) -> None:
         self.work, self.jobs, self.is_stream = work, work.jobs, is_stream
@@ -418,8 +384,8 @@ class Exchange(ABC):
     def answer(self, ticket: Ticket) -> Answer:
         """The answer of one of the tickets of `jobs`."""
         work = self.work
-        parser = None if work.form is None else ToolParser(work.form, work.tools)
-        return Answer(ticket, self.vocabulary, parser, parallel=work.parallel, reasoning=work.reasoning)
+        splitter = AnswerSplitter(self.vocabulary, work.reasoning, work.form, work.tools)
+        return Answer(ticket, self.vocabulary, splitter, parallel=work.parallel)
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any] | list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from edgespec import __version__
-from edgespec.server import chat, completions, embeddings, facts, messages, native, ollama, pulling, responses
+from edgespec.server import chat, completions, embeddings, facts, messages, native, ollama, responses
 from edgespec.server.answer import Exchange
 from edgespec.server.chat import Chat
 from edgespec.server.completions import Completion
@@ -32,7 +32,7 @@ from edgespec.server.native import NativeCompletion
 from edgespec.server.ollama import OllamaChat, OllamaExchange, OllamaGenerate
 from edgespec.server.requests import Fields, parse_object
 from edgespec.server.responses import ResponseRequest
-from edgespec.server.service import Service, Services, unknown_model
+from edgespec.server.service import Services
 from edgespec.server.web import (
     CLIENT_LEFT,
     NOTES,
@@ -47,15 +47,12 @@ from edgespec.server.web import (
 Schema = dict[str, Any]
 
 
-def create_app(
-    served: Service | Services, *, origins: Sequence[str] = (), hosts: Sequence[str] = LOOPBACK
-) -> Starlette:
+def create_app(services: Services, *, origins: Sequence[str] = (), hosts: Sequence[str] = LOOPBACK) -> Starlette:
     """The application. `origins`: web pages that may call it; `hosts`: allowed Host headers, empty for any. Pages and
     names of this machine are allowed besides.
 
-    It does not load or close the models: the owner of `served` does.
+    It does not load or close the models: the owner of `services` does.
     """
-    services = Services.of(served)
     routes = [Route(path, Answering(services, each), methods=["POST"]) for path, each in ENDPOINTS.items()]
     routes += [Route(path, _caught(_reading(services, each)), methods=["GET"]) for path, (_, each) in READABLE.items()]
     routes += [Route(path, _caught(partial(each, services)), methods=[how]) for path, (how, _, each) in OTHERS.items()]
@@ -127,8 +124,7 @@ async def _http_exception(request: Request, exc: Exception) -> Response:
 
 def _reading(services: Services, read: Callable[[Services, Request], Response]) -> Handler:
     async def handle(request: Request) -> Response:
-        is_on_disk = request.url.path not in ("/health", "/v1/health", "/metrics")  # a model's header, the first time
-        return await asyncio.to_thread(read, services, request) if is_on_disk else read(services, request)
+        return await asyncio.to_thread(read, services, request)  # which may read a model's header
 
     return handle
 
@@ -142,9 +138,7 @@ def _models(services: Services, _: Request) -> Response:
 def _model(services: Services, request: Request) -> Response:
     name = request.path_params["name"]
     service = services.named(name)
-    if not service.names.include(name):
-        raise unknown_model(service.names)
-    shown = name if name in service.names.all else service.name
+    shown = name if name in service.names else service.name
     return json_response(facts.model_object(service, shown, with_status=services.are_several))
 
 
@@ -172,7 +166,6 @@ READABLE: dict[str, tuple[str, Callable[[Services, Request], Response]]] = {
 _CHAT = Endpoint(Chat, chat.read_chat, chat.ChatExchange)
 _NATIVE = Endpoint(NativeCompletion, native.read_native, native.NativeExchange)
 _RESPONSES = Endpoint(ResponseRequest, responses.read_responses, responses.ResponsesExchange)
-_UNLOADS_CHAT, _UNLOADS = (partial(ollama.unload_at_rest, is_chat=is_chat) for is_chat in (True, False))
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": _CHAT,
     "/v1/completions": Endpoint(Completion, completions.read_completion, completions.CompletionExchange),
@@ -189,15 +182,15 @@ ENDPOINTS: dict[str, Endpoint] = {
     "/tokenize": Endpoint(facts.TokenizeRequest, facts.tokenize),
     "/detokenize": Endpoint(facts.DetokenizeRequest, facts.detokenize),
     # Ollama's
-    "/api/chat": Endpoint(OllamaChat, ollama.read_chat_request, OllamaExchange, _UNLOADS_CHAT),
-    "/api/generate": Endpoint(OllamaGenerate, ollama.read_generate_request, OllamaExchange, _UNLOADS),
+    "/api/chat": Endpoint(OllamaChat, ollama.read_chat_request, OllamaExchange),
+    "/api/generate": Endpoint(OllamaGenerate, ollama.read_generate_request, OllamaExchange),
     "/api/embed": Endpoint(embeddings.OllamaEmbedding, embeddings.read_ollama),
 }
 # Those that no model has to be loaded for: (method, what their bodies are, the handler).
 OTHERS: dict[str, tuple[str, type[Fields], Callable[[Services, Request], Awaitable[Response]]]] = {
     "/api/show": ("POST", facts.ShowRequest, _show),
-    "/api/pull": ("POST", pulling.ModelName, pulling.respond_pull),
-    "/api/delete": ("DELETE", pulling.ModelName, pulling.respond_delete),
+    "/api/pull": ("POST", ollama.ModelName, ollama.respond_pull),
+    "/api/delete": ("DELETE", ollama.ModelName, ollama.respond_delete),
 }
 _NO_RERANKING = "this server does not rerank: compare texts by the cosine of their /v1/embeddings"
 _NO_MAKING = "models are made and named on the command line: edgespec add, edgespec export"
@@ -222,7 +215,7 @@ def document(services: Services) -> Schema:
     for schema in schemas.values():
         if "model" in schema.get("properties", {}):
             schema["properties"]["model"] = {"$ref": "#/components/schemas/Model"}
-    names = [name for service in services.all for name in service.names.all]
+    names = [name for service in services.all for name in service.names]
     known: Schema = {"enum": [*names, None]} if services.are_several else {"type": ["string", "null"]}
     schemas["Model"] = {**known, "description": "The served model; null or absent too"}
     bodies = dict(zip(requests, found, strict=True))

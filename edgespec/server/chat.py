@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 from edgespec import __version__
 from edgespec.chat.marks import reasoning_marks
-from edgespec.chat.messages import num_answered, part_text, unread_kinds
+from edgespec.chat.messages import part_text, unread_kinds
 from edgespec.chat.reasoning import Reasoning, before_structure
 from edgespec.chat.template import answer_prefix, num_characters, render_chat
 from edgespec.chat.tool_forms import Form, call_form
@@ -27,10 +27,11 @@ from edgespec.generation.request import require_writer
 from edgespec.reports import TokenEvent
 from edgespec.server.answer import DONE, Answer, Exchange, Piece, Work, logprobs_of, prompt_progress, sse, usage
 from edgespec.server.http_errors import bad_request
-from edgespec.server.options import Logprobs, OpenAiRequest, Tokens, Tools, require_model
+from edgespec.server.options import Logprobs, OpenAiRequest, Tokens, Tools
 from edgespec.server.requests import Asked, Fields, read, unsupported
+from edgespec.server.scheduler import Job
 from edgespec.server.service import Loaded
-from edgespec.server.structure import forced_calls, job_of, read_settings, structured_behind
+from edgespec.server.structure import forced_calls, read_settings, structured_behind
 
 REASONING_EFFORTS = ("minimal", "low", "medium", "high", "xhigh")  # of a model that always reasons: no difference
 _EFFORTS_OF_CHANNELS = {"none": "low", "minimal": "low", "xhigh": "high"}  # gpt-oss knows low, medium and high
@@ -105,7 +106,6 @@ def read_chat(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Ch
 def prepare(loaded: Loaded, chat: Chat, notes: list[str]) -> Work:
     """The work of a request. Blocks while it encodes. Raises HttpError and EdgespecError."""
     model, vocabulary = loaded.model, loaded.model.target.vocabulary
-    require_model(loaded.names, chat.model, notes)
     require_writer(model.target.facts)
     template = vocabulary.chat_template
     if template is None:
@@ -130,7 +130,7 @@ def prepare(loaded: Loaded, chat: Chat, notes: list[str]) -> Work:
     # Channels order the parts of a call freely: calls can only be read once the reasoning is told apart.
     has_to_split = reasoning is not None and reasoning.marks.has_channels and form is not None
     splits = has_to_split or (chat.reasoning_format or loaded.reasoning_format) != "none"
-    jobs = [job_of(chat, prompt_ids, each, options) for each in sampling]
+    jobs = [Job(prompt_ids, each, options, bool(chat.return_progress)) for each in sampling]
     return Work(loaded, jobs, tools, form, parallel, reasoning if splits else None)
 
 
@@ -138,6 +138,14 @@ def can_reason(loaded: Loaded) -> bool:
     """Whether the chat template has marks of reasoning, or a switch for it."""
     template = loaded.model.target.vocabulary.chat_template or ""
     return reasoning_marks(template) is not None or "enable_thinking" in template or "reasoning_effort" in template
+
+
+def effort_of(loaded: Loaded, field: str, effort: str | None, notes: list[str]) -> str | None:
+    """The effort that a `field` asks for, where the model can reason; none needs no reasoning."""
+    if effort in (None, "none") or can_reason(loaded):
+        return effort
+    notes.append(f"{field}: this model answers without reasoning")
+    return None
 
 
 def run_by_client(tools: Sequence[Any], notes: list[str]) -> Iterator[tuple[str, Any, Any]]:
@@ -178,21 +186,9 @@ def _template_arguments(chat: Chat, template: str, notes: list[str]) -> dict[str
 
 
 def _read_messages(chat: Chat, template: str, notes: list[str]) -> list[Any]:
-    check_question(chat.messages, [f"messages.{index}.content" for index in range(len(chat.messages))])
     if kinds := unread_kinds(chat.messages):
         notes.append(f"messages: {', '.join(kinds)} left out of what was said before: {TEXT_ONLY}")
     return placed(template, [_as_system(message) for message in chat.messages], notes)
-
-
-def check_question(messages: Sequence[Any], places: Sequence[str]) -> None:
-    """Raises HttpError for a part that is no text in what is to be answered. `places`: of the contents.
-
-    In what came before it such parts are left out.
-    """
-    for message, place in [*zip(messages, places, strict=True)][num_answered(messages) :]:
-        asks = isinstance(message, dict) and message.get("role") in ("user", "system")
-        if asks and (kinds := unread_kinds([message])):
-            raise bad_request(f"{place} has a part of type {kinds[0]}: {TEXT_ONLY}", place)
 
 
 def _as_system(message: Any) -> Any:
@@ -320,7 +316,7 @@ class OpenAiExchange(Exchange):
         return head | {"system_fingerprint": f"edgespec-{__version__}", "choices": choices} | more
 
     def ended(self, choices: list[dict[str, Any]], answers: Sequence[Answer], usage: dict[str, Any]) -> dict[str, Any]:
-        return self.body(choices, self.kind, usage=usage, timings=answers[0].timings, seed=answers[0].ticket.seed)
+        return self.body(choices, self.kind, usage=usage, timings=answers[0].timings, seed=answers[0].seed)
 
     def chunk(
         self,
@@ -342,7 +338,7 @@ class OpenAiExchange(Exchange):
         for index, answer in enumerate(answers):
             async for chunk in self.chunks(index, answer):
                 yield chunk
-            end = {"timings": answer.timings, "seed": answer.ticket.seed}
+            end = {"timings": answer.timings, "seed": answer.seed}
             yield self.chunk(index, self.nothing, None, answer.finish_reason, **end)
         if self.includes_usage:
             yield sse(self.body([], self.chunk_kind, usage=usage(answers)))

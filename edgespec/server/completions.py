@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from edgespec.reports import TokenEvent
 from edgespec.server.answer import Answer, Work, prompt_progress, token_logprob, usage
 from edgespec.server.chat import OpenAiExchange
 from edgespec.server.http_errors import HttpError, bad_request
-from edgespec.server.options import MOST_CHOICES, Logprobs, OpenAiRequest, require_model
+from edgespec.server.options import MOST_CHOICES, Logprobs, OpenAiRequest
 from edgespec.server.requests import Asked, read, wrong
+from edgespec.server.scheduler import Job
 from edgespec.server.service import Loaded
-from edgespec.server.structure import job_of, read_settings
+from edgespec.server.structure import read_settings
 from edgespec.vocabulary import FimTokens, Vocabulary
 
 
@@ -44,29 +44,17 @@ def read_completion(loaded: Loaded, values: Mapping[str, Any], notes: list[str])
 
 def prepare(loaded: Loaded, request: Completion, notes: list[str]) -> Work:
     """The work of a request. Blocks while it encodes. Raises HttpError and EdgespecError."""
-    require_model(loaded.names, request.model, notes)
     count = request.n or 1
-    if request.suffix:
-        prompts = _read_filling(loaded, request)
-    else:
-        prompts = [each.token_ids for each in read_prompts(loaded, request.prompt)]
+    prompts = _read_filling(loaded, request) if request.suffix else read_prompts(loaded, request.prompt)
     sampling, options = read_settings(request, loaded, request.logprobs)
     if count * len(prompts) > MOST_CHOICES:
         raise bad_request(f"{len(prompts)} prompts with n = {count}: at most {MOST_CHOICES} answers", "prompt")
-    jobs = [job_of(request, ids, each, options) for ids, each in itertools.product(prompts, sampling)]
+    tells = bool(request.return_progress)
+    jobs = [Job(ids, each, options, tells) for ids, each in itertools.product(prompts, sampling)]
     return Work(loaded, jobs)
 
 
 # -- prompts
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt as `token_ids` and, if it was one, as `text`. `is_cut`: not all of it fits the context."""
-
-    token_ids: list[int]
-    text: str = ""
-    is_cut: bool = False
 
 
 def _read_filling(loaded: Loaded, request: Completion) -> list[list[int]]:
@@ -75,12 +63,12 @@ def _read_filling(loaded: Loaded, request: Completion) -> list[list[int]]:
     suffix_ids = vocabulary.encode(request.suffix or "")
     prefixes: list[list[int]] = [[]]
     if request.prompt != "":  # which is a gap at the beginning
-        prefixes = [each.token_ids for each in read_prompts(loaded, request.prompt, vocabulary.encode)]
+        prefixes = read_prompts(loaded, request.prompt, vocabulary.encode)
     return [fill_prompt(vocabulary, tokens, prefix_ids, suffix_ids) for prefix_ids in prefixes]
 
 
-def read_prompts(loaded: Loaded, given: Any, encode: Callable[[str], list[int]] | None = None) -> list[Prompt]:
-    """One prompt, a text or a list of token ids, or each of a list of them.
+def read_prompts(loaded: Loaded, given: Any, encode: Callable[[str], list[int]] | None = None) -> list[list[int]]:
+    """The token ids of one prompt, a text or a list of token ids, or each of a list of them.
 
     `encode`: for texts; None: control tokens that they spell out are read. Raises HttpError and PromptError.
     """
@@ -94,11 +82,11 @@ def read_prompts(loaded: Loaded, given: Any, encode: Callable[[str], list[int]] 
     return [_read_prompt(loaded, prompt, encode) for prompt in prompts]
 
 
-def _read_prompt(loaded: Loaded, given: Any, encode: Callable[[str], list[int]] | None) -> Prompt:
+def _read_prompt(loaded: Loaded, given: Any, encode: Callable[[str], list[int]] | None) -> list[int]:
     if isinstance(given, str) and given:
-        return Prompt(encode(given) if encode is not None else raw_ids(loaded, given), given)
+        return encode(given) if encode is not None else raw_ids(loaded, given)
     if isinstance(given, list) and given and all(type(each) is int for each in given):  # True is none
-        return Prompt(given)
+        return given
     raise wrong("prompt", "must be a text or a list of token ids, not empty, or a list of these", given)
 
 

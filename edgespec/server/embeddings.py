@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 from edgespec.contained import is_wanted
 from edgespec.errors import CapabilityError
 from edgespec.generation.embedding import Text, normalised
-from edgespec.server.facts import served_name
 from edgespec.server.http_errors import HttpError, bad_request
-from edgespec.server.options import require_model
 from edgespec.server.requests import Fields, read, wrong
 from edgespec.server.service import Loaded
 from edgespec.types import TokenIds
@@ -53,7 +51,6 @@ def read_openai(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> 
     """Embeddings of texts (OpenAI); 501 for models that give none."""
     _require_embeddings(loaded)
     request = read(OpenAiEmbedding, values, notes)
-    require_model(loaded.names, request.model, notes)
     ids = loaded.model.embedder.encode(_texts(request.input), truncate=False)
     vectors = _embedded(loaded, ids, request.dimensions)
     is_base64 = request.encoding_format == "base64"
@@ -68,7 +65,6 @@ def read_ollama(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> 
     begun_s = monotonic()
     _require_embeddings(loaded)
     request = read(OllamaEmbedding, values, notes)
-    require_model(loaded.names, served_name(loaded.names, request.model), notes)
     texts = _texts(request.input) if request.input else []
     ids = loaded.model.embedder.encode(texts, truncate=request.truncate is not False)
     vectors = _embedded(loaded, ids, request.dimensions).tolist() if ids else []

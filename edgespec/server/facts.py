@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from time import time
@@ -11,18 +10,19 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from edgespec import __version__
-from edgespec.loading.model_facts import size_label
+from edgespec.loading.model_facts import ModelFacts, size_label
+from edgespec.runtime import Model
 from edgespec.server.http_errors import bad_request
-from edgespec.server.options import NAMED_ALIKE, require_model
-from edgespec.server.requests import Fields, read, wrong
-from edgespec.server.service import Known, Loaded, Names, Service, Services, without_tag
+from edgespec.server.options import NAMED_ALIKE
+from edgespec.server.requests import Fields, read
+from edgespec.server.service import Loaded, Service, Services
 
 MOST_TOKENS = 1 << 20  # of a list: writing a longer one holds up everybody
 
 
 def model_objects(services: Services) -> list[dict[str, Any]]:
     """The served models, as `/v1/models` lists them under each of their names."""
-    listed = [(service, name) for service in services.all for name in service.names.all]
+    listed = [(service, name) for service in services.all for name in service.names]
     return [model_object(service, name, with_status=services.are_several) for service, name in listed]
 
 
@@ -31,21 +31,18 @@ def model_object(service: Service, name: str, *, with_status: bool = False) -> d
     found = {"id": name, "object": "model", "created": service.created, "owned_by": "edgespec"}
     found |= {"type": "model", "display_name": name, "created_at": written(service.created)}  # Anthropic's names
     if with_status:
-        status = "loaded" if service.loaded is not None else "loading" if service.is_loading else "unloaded"
+        status = "loaded" if service.loaded is not None else "loading" if service.residence.is_loading else "unloaded"
         found["status"] = {"value": status}
-    if service.is_new:
-        return found
-    return found | {"meta": {"n_ctx": service.known.context_length}}
+    return found | {"meta": {"n_ctx": service.context_length}}
 
 
 def health(services: Services) -> tuple[dict[str, Any], int]:
     """Body and status of `/health`: 200 once the first model answers, and while it is unloaded: a request loads it."""
-    if services.default.is_new:
+    if not services.default.ran_with:
         return {"status": "loading"}, 503
     schedulers = [loaded.scheduler for service in services.all if (loaded := service.loaded) is not None]
     running, waiting = sum(s.num_running for s in schedulers), sum(s.num_waiting for s in schedulers)
-    if services.are_several:
-        waiting += sum(service.num_waiting for service in services.all)  # for their model's turn
+    waiting += sum(service.residence.num_waiting for service in services.all)  # for their model
     preparing = sum(s.num_preparing for s in schedulers)
     return {"status": "ok", "running": running, "waiting": waiting, "preparing": preparing}, 200
 
@@ -55,19 +52,20 @@ def properties(service: Service) -> dict[str, Any]:
     loaded, known = service.loaded, service.known
     params = {name: getattr(known.sampling, name) for name in NAMED_ALIKE} | {"max_tokens": known.max_tokens}
     return {
-        "model_alias": known.name,
+        "model_alias": service.name,
         "build_info": f"edgespec {__version__}",
         "is_sleeping": loaded is None,
         "chat_template": known.facts.chat_template,
-        "default_generation_settings": {"n_ctx": known.context_length, "params": params},
+        "default_generation_settings": {"n_ctx": service.context_length, "params": params},
         **known.settings,
-        "memory": None if loaded is None else _memory(loaded),
+        **service.ran_with,
+        "memory": None if loaded is None else _memory(loaded.model),
     }
 
 
-def _memory(loaded: Loaded) -> dict[str, Any] | None:
+def _memory(model: Model) -> dict[str, Any] | None:
     """The plan that was made before loading, and what the process takes now, in bytes; None without a plan."""
-    report = loaded.model.memory
+    report = model.memory
     if report is None:
         return None
     plan, verdict = report.plan, report.verdict
@@ -92,9 +90,8 @@ def metrics_text(services: Services) -> str:
     for service in services.all:
         loaded = service.loaded
         labels = f'{{model="{_escaped(service.name)}"}}' if services.are_several else ""
-        waiting = service.num_waiting if services.are_several else 0
         counts = (1, loaded.scheduler.num_running, loaded.scheduler.num_waiting) if loaded is not None else (0, 0, 0)
-        for name, count in zip(rows, (*counts[:2], counts[2] + waiting), strict=True):
+        for name, count in zip(rows, (*counts[:2], counts[2] + service.residence.num_waiting), strict=True):
             rows[name].append((labels, count))
     helps = ("Whether the model is loaded", "Generations that run", "Generations that wait")
     return services.metrics.text({name: (text, rows[name]) for name, text in zip(rows, helps, strict=True)})
@@ -123,7 +120,6 @@ class DetokenizeRequest(Fields, kw_only=True):
 def tokenize(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     """Text to token ids."""
     request = read(TokenizeRequest, values, notes)
-    require_model(loaded.names, request.model, notes)
     model, vocabulary = loaded.model, loaded.model.target.vocabulary
     ids = model.encode(request.content, parse_special=bool(request.parse_special))
     if len(ids) > MOST_TOKENS:
@@ -136,7 +132,6 @@ def tokenize(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dic
 def detokenize(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     """Token ids to text."""
     request = read(DetokenizeRequest, values, notes)
-    require_model(loaded.names, request.model, notes)
     return {"content": loaded.model.decode(request.tokens)}
 
 
@@ -147,21 +142,12 @@ PROTOCOL_VERSION = "0.12.11"  # of Ollama, whose requests are understood; VS Cod
 _NEVER = "9999-12-31T23:59:59Z"
 
 
-def served_name(names: Names, name: Any) -> str | None:
-    """The model's name without the tag that Ollama adds, where one is served under it. Raises HttpError for no text."""
-    if name is not None and not isinstance(name, str):
-        raise wrong("model", "must be a string", name)
-    served = {without_tag(each): each for each in names.all}
-    return None if name is None else served.get(without_tag(name), name)
-
-
 def version() -> dict[str, Any]:
     return {"version": PROTOCOL_VERSION, "edgespec": __version__}
 
 
 def listed(services: Services) -> dict[str, Any]:
-    known = [(service.known, service.created) for service in services.all if not service.is_new]
-    return {"models": [entry(each) | {"modified_at": written(made)} for each, made in known]}
+    return {"models": [entry(each) | {"modified_at": written(each.created)} for each in services.all]}
 
 
 def running(services: Services) -> dict[str, Any]:
@@ -174,14 +160,13 @@ def _running(service: Service, loaded: Loaded) -> dict[str, Any]:
     model = loaded.model
     on_device = 0 if model.memory is None else model.memory.plan.device_bytes
     more = {"size_vram": on_device, "context_length": model.context_length, "expires_at": _expires_at(service)}
-    return entry(Known.of(loaded)) | more
+    return entry(service) | more
 
 
 def _expires_at(service: Service) -> str:
     """When the model is unloaded if no request comes."""
-    left_s = math.inf if service.residence is None else service.residence.left_s
     try:
-        return written(time() + left_s)
+        return written(time() + service.residence.left_s)
     except (OverflowError, ValueError):
         return _NEVER
 
@@ -191,18 +176,13 @@ def written(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-def entry(known: Known) -> dict[str, Any]:
-    return {
-        "name": known.name,
-        "model": known.name,
-        "size": known.facts.weight_bytes,
-        "digest": known.facts.digest,
-        "details": _details(known),
-    }
+def entry(service: Service) -> dict[str, Any]:
+    facts = service.known.facts
+    name, size = service.name, facts.weight_bytes
+    return {"name": name, "model": name, "size": size, "digest": facts.digest, "details": _details(facts)}
 
 
-def _details(known: Known) -> dict[str, Any]:
-    facts = known.facts
+def _details(facts: ModelFacts) -> dict[str, Any]:
     return {
         "parent_model": "",
         "format": "gguf" if facts.quantization else "onnx",  # only a header says the former
@@ -223,29 +203,21 @@ class ShowRequest(Fields):
 
 def show(service: Service, values: Mapping[str, Any]) -> dict[str, Any]:
     """Facts of the model (Ollama)."""
-    request = read(ShowRequest, values, [])
-    if request.model is not None and request.name is not None and request.model != request.name:
-        raise bad_request("model and name are the same setting: give one", "name")
-    name = request.name if request.model is None else request.model
-    require_model(service.names, served_name(service.names, name), [])
-    return shown(service.known)
-
-
-def shown(known: Known) -> dict[str, Any]:
-    facts = known.facts
+    read(ShowRequest, values, [])
+    known, facts = service.known, service.known.facts
     info = {
         **facts.metadata,
         "general.architecture": facts.architecture,
-        f"{facts.architecture}.context_length": known.context_length,  # what a request may use
+        f"{facts.architecture}.context_length": service.context_length,  # what a request may use
     }
     info |= {"general.parameter_count": facts.num_parameters} if facts.num_parameters else {}
     return {
         "template": facts.chat_template,
-        "details": _details(known),
+        "details": _details(facts),
         "model_info": info,
         "capabilities": [
             *(["embedding"] if known.embeds else []),
-            *([] if known.facts.pooling else ["completion"]),
-            *known.facts.capabilities,
+            *([] if facts.pooling else ["completion"]),
+            *facts.capabilities,
         ],
     }

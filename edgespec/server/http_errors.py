@@ -29,19 +29,14 @@ from edgespec.errors import (
 
 logger = logging.getLogger("edgespec")
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
     501: "not_supported_error",
     503: "unavailable_error",
     504: "timeout_error",
 }
-_RETRY_AFTER_S = {429: 1, 503: 1}
 
 
 class HttpError(EdgespecError):
@@ -66,11 +61,11 @@ class HttpError(EdgespecError):
     @property
     def kind(self) -> str:
         """`type` of the error in OpenAI's shape."""
-        return _TYPES.get(self.status, "server_error")
+        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
     @property
     def headers(self) -> dict[str, str]:
-        headers = {"Retry-After": str(_RETRY_AFTER_S[self.status])} if self.status in _RETRY_AFTER_S else {}
+        headers = {"Retry-After": "1"} if self.status in (429, 503) else {}
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
     def body(self, path: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from edgespec.server.answer import Answer, Event, Exchange, Part, Work, events, sse
-from edgespec.server.chat import RUNS_NONE, TEXT_ONLY, Chat, can_reason, check_question, prepare, run_by_client
+from edgespec.server.chat import RUNS_NONE, TEXT_ONLY, Chat, effort_of, prepare, run_by_client
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import (
     JsonSchema,
@@ -23,10 +23,9 @@ from edgespec.server.options import (
     Speculative,
     StopList,
     Tools,
-    answered_by,
 )
 from edgespec.server.requests import Asked, Fields, read, sent_as
-from edgespec.server.service import Loaded, asks_for_claude
+from edgespec.server.service import Loaded
 
 PATH = "/v1/messages"
 _SENT_AS = {
@@ -119,11 +118,7 @@ def _as_chat(loaded: Loaded, request: CountRequest, notes: list[str]) -> Chat:
     choice, form = request.tool_choice, request.output_format
     if request.output_config is not None:
         form = request.output_config.format or form
-    chat = Chat(messages=_read_conversation(request), model=request.model)
-    if request.model is not None and asks_for_claude(request.model) and request.model not in loaded.names.all:
-        # Claude Code asks for a small one besides, for titles, by a name that its user does not choose.
-        answered_by(loaded.names, notes)
-        chat.model = None
+    chat = Chat(messages=_read_conversation(request))
     chat.tools = _read_tools(request.tools, notes)
     if choice is not None:
         named = {"type": "function", "function": {"name": choice.name}}
@@ -131,17 +126,10 @@ def _as_chat(loaded: Loaded, request: CountRequest, notes: list[str]) -> Chat:
         chat.parallel_tool_calls = not choice.disable_parallel_tool_use
     if form is not None:
         chat.response_format = ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=form.schema))
-    chat.reasoning_effort = _effort(loaded, request.thinking, notes)
+    if request.thinking is not None:
+        effort = "none" if request.thinking.type in (None, "disabled") else "medium"
+        chat.reasoning_effort = effort_of(loaded, "thinking", effort, notes)
     return chat
-
-
-def _effort(loaded: Loaded, thinking: Thinking | None, notes: list[str]) -> str | None:
-    if thinking is None or thinking.type in (None, "disabled"):
-        return None if thinking is None else "none"
-    if can_reason(loaded):
-        return "medium"
-    notes.append("thinking: this model answers without reasoning")
-    return None
 
 
 def _read_conversation(request: CountRequest) -> list[dict[str, Any]]:
@@ -149,13 +137,10 @@ def _read_conversation(request: CountRequest) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     if request.system is not None:
         found.append({"role": "system", "content": _system_text(request.system)})
-    places = ["system"] * len(found)
     for index, message in enumerate(request.messages):
         if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
             raise bad_request(f"messages.{index}.role must be user, assistant or system", "messages")
         found += _translated(message)
-        places += [f"messages.{index}.content"] * (len(found) - len(places))
-    check_question(found, places)
     return found
 
 
@@ -224,7 +209,7 @@ class MessagesExchange(Exchange):
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
         message = self._message([_block(part) for part in answer.parts], _counts(answer, answer.stats.new_tokens))
-        return message | self._end(answer) | {"seed": answer.ticket.seed}
+        return message | self._end(answer) | {"seed": answer.seed}
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         (answer,) = answers
@@ -237,7 +222,7 @@ class MessagesExchange(Exchange):
             for written in _written(event, index):
                 yield written
         counts = _counts(answer, answer.stats.new_tokens)
-        yield _event("message_delta", delta=self._end(answer), usage=counts, seed=answer.ticket.seed)
+        yield _event("message_delta", delta=self._end(answer), usage=counts, seed=answer.seed)
         yield _event("message_stop")
 
     @classmethod

@@ -1,7 +1,6 @@
 """Counters of the server, and their text for Prometheus (exposition format 0.0.4).
 
-Decoding counters are written by the scheduler's thread only, request counters by the event loop only: each model has
-its own.
+All models of a server count together, each in the thread of its scheduler; requests are counted by the event loop.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from itertools import accumulate, product
-from typing import Any, Self
+from itertools import accumulate
+from threading import Lock
+from typing import Any
 
 from edgespec.config.options import GenerateOptions, LoadOptions
 from edgespec.engines.base import EngineFacts
@@ -22,7 +22,7 @@ BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 
 
 
 class Histogram:
-    """Counts values up to each of `bounds`, and their sum. One thread writes."""
+    """Counts values up to each of `bounds`, and their sum."""
 
     def __init__(self, bounds: tuple[float, ...] = BOUNDS_S) -> None:
         self._bounds = bounds
@@ -32,11 +32,6 @@ class Histogram:
     def add(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
-
-    def include(self, other: Histogram) -> None:
-        """Count all that `other`, of the same bounds, has counted."""
-        self._counts = [mine + its for mine, its in zip(self._counts, other._counts, strict=True)]
-        self._sum += other._sum
 
     def lines(self, name: str, help: str) -> Iterable[str]:
         """The text that Prometheus reads: buckets count all values up to their bound."""
@@ -90,24 +85,13 @@ class Metrics:
     )
     to_first_token_s: Histogram = field(default_factory=Histogram)
     duration_s: Histogram = field(default_factory=Histogram)  # from a request to its end
-
-    @classmethod
-    def sum_of(cls, several: Iterable[Metrics]) -> Self:
-        """The counters of several models, each of which has a thread that writes."""
-        total = cls()
-        for each, name in product(several, (each.name for each in fields(cls))):
-            mine, its = getattr(total, name), getattr(each, name)
-            if isinstance(mine, Counter):
-                mine.update(dict(its))  # a copy: its thread may add a key meanwhile
-            elif isinstance(mine, Histogram):
-                mine.include(its)
-            else:
-                setattr(total, name, mine + its)
-        return total
+    _lock: Lock = field(default_factory=Lock)
 
     def count_round(self, record: RoundRecord) -> None:
         """Count what became of one round's draft."""
-        if record.drafted_tokens:
+        if not record.drafted_tokens:
+            return
+        with self._lock:
             self.drafts += 1
             self.drafted_at.update(range(record.depth))
             self.accepted_at.update(range(record.accepted_tokens))
@@ -115,13 +99,15 @@ class Metrics:
             self.accepted_by[record.drafter or ""] += record.accepted_tokens
 
     def count_first_token(self, seconds: float) -> None:
-        self.to_first_token_s.add(seconds)
+        with self._lock:
+            self.to_first_token_s.add(seconds)
 
     def add(self, stats: Stats, *, has_failed: bool, duration_s: float) -> None:
-        self.duration_s.add(duration_s)
-        self.finished["error" if has_failed else stats.finish_reason or "cancelled"] += 1
-        for name in _OF_STATS:
-            setattr(self, name, getattr(self, name) + max(getattr(stats, name), 0))
+        with self._lock:
+            self.duration_s.add(duration_s)
+            self.finished["error" if has_failed else stats.finish_reason or "cancelled"] += 1
+            for name in _OF_STATS:
+                setattr(self, name, getattr(self, name) + max(getattr(stats, name), 0))
 
     def text(self, gauges: Mapping[str, tuple[str, Rows]]) -> str:
         """All counters as Prometheus reads them, after `gauges`: (help, rows of labels and value) by name."""

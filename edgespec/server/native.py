@@ -13,11 +13,9 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from edgespec.config.table import did_you_mean
-from edgespec.errors import shown
 from edgespec.reports import TokenEvent
 from edgespec.server.answer import Answer, Exchange, Piece, Work, logprobs_of, prompt_progress, sse
-from edgespec.server.completions import Completion, Prompt, fill_prompt, prepare, read_prompts, require_fim
+from edgespec.server.completions import Completion, fill_prompt, prepare, read_prompts, require_fim
 from edgespec.server.options import Generated, Logprobs
 from edgespec.server.requests import Asked, Fields, one_of, read, wrong
 from edgespec.server.scheduler import Ticket
@@ -26,7 +24,6 @@ from edgespec.vocabulary import FimTokens, Vocabulary
 
 Milliseconds = Annotated[int, Meta(ge=-1, le=1 << 31)]
 _FORBIDDEN = -1e9
-_EMPTY = (("model", ""), ("grammar", ""))
 _PREFIX_SHARE = 0.75  # of the room, for the text before a gap where both texts are too long
 _LEAST_ANSWER = 256  # tokens kept free for an answer of unlimited length, where the context allows
 
@@ -76,38 +73,29 @@ class Infill(Native, kw_only=True):
 
 def read_native(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
     """Continue texts or token ids (llama-server). Blocks while it encodes. Raises HttpError and EdgespecError."""
-    request = read(NativeCompletion, _known(NativeCompletion, values, notes), notes)
+    request = read(NativeCompletion, values, notes)
     return _exchange(loaded, request, notes, read_prompts(loaded, request.prompt))
 
 
 def read_infill(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
     """Fill the gap between two texts (llama-server); 501 for models that cannot. Blocks while it encodes."""
     tokens, vocabulary = require_fim(loaded, "/infill"), loaded.model.target.vocabulary
-    request = read(Infill, _known(Infill, values, notes), notes)
+    request = read(Infill, values, notes)
     length = loaded.model.context_length
     room = length - min(request.token_limit or loaded.options.max_tokens or _LEAST_ANSWER, length // 4)
     before, after = vocabulary.encode(request.input_prefix + (request.prompt or "")), request.input_suffix
     ids, is_cut = fitted(vocabulary, tokens, before, vocabulary.encode(after), request.input_extra or (), room)
-    spelled = b"".join(vocabulary.piece(each) or vocabulary.token_name(each).encode() for each in ids)
-    return _exchange(loaded, request, notes, [Prompt(ids, spelled.decode("utf-8", "replace"), is_cut)])
+    return _exchange(loaded, request, notes, [ids], is_cut=is_cut)
 
 
-def _known(kind: type[Native], values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """The fields that there are. Others are noted, as llama-server ignores them: its clients (SillyTavern) send every
-    setting under the names of all servers that they know, and empty texts for none.
-    """
-    names = {*kind.__struct_fields__, *kind.ignored, *kind.noted, *kind.refused}
-    unknown = [name for name, value in values.items() if name not in names and value and len(name) < 64]
-    notes += [f"{shown(name)}: unknown field{did_you_mean(name, sorted(names))}" for name in unknown]
-    return {name: value for name, value in values.items() if name in names and (name, value) not in _EMPTY}
-
-
-def _exchange(loaded: Loaded, request: Native, notes: list[str], prompts: Sequence[Prompt]) -> Exchange:
+def _exchange(
+    loaded: Loaded, request: Native, notes: list[str], prompts: list[list[int]], *, is_cut: bool = False
+) -> Exchange:
+    """`is_cut`: not all that was sent fits the context."""
     asked: dict[str, Any] = {name: getattr(request, name) for name in Generated.__struct_fields__}
     asked["logprobs"] = one_of({"n_probs": request.n_probs, "logprobs": request.logprobs}) or None
     asked["logit_bias"] = _biases(loaded, request.logit_bias)
-    work = prepare(loaded, Completion(**asked, prompt=[prompt.token_ids for prompt in prompts]), notes)
-    return NativeExchange(work, prompts, request)
+    return NativeExchange(prepare(loaded, Completion(**asked, prompt=prompts), notes), request, is_cut=is_cut)
 
 
 def _biases(loaded: Loaded, given: list[Any] | dict[str, Any] | None) -> dict[str, Any] | None:
@@ -161,12 +149,11 @@ def _encoded_file(vocabulary: Vocabulary, tokens: FimTokens, file: File) -> list
 
 
 class NativeExchange(Exchange):
-    """A request in llama-server's form. `prompts`: of its jobs."""
+    """A request in llama-server's form."""
 
-    def __init__(self, work: Work, prompts: Sequence[Prompt], request: Native) -> None:
+    def __init__(self, work: Work, request: Native, *, is_cut: bool) -> None:
         super().__init__(work, is_stream=bool(request.stream))
-        self._request = request
-        self._prompts = [prompt for prompt in prompts for _ in range(len(work.jobs) // len(prompts))]
+        self._request, self._is_cut = request, is_cut
 
     def answer(self, ticket: Ticket) -> Answer:
         most_ms, n_indent = self._request.t_max_predict_ms or 0, self._request.n_indent or 0
@@ -198,9 +185,11 @@ class NativeExchange(Exchange):
             yield sse(self._picked(self._end(index, answer, "", [])))
 
     def _end(self, index: int, answer: Answer, content: str, tokens: list[int]) -> dict[str, Any]:
-        job, prompt, stats = self.jobs[index], self._prompts[index], answer.stats
+        job, vocabulary, stats = self.jobs[index], self.vocabulary, answer.stats
+        shown = (each for each in job.prompt_ids if each != vocabulary.bos_id)
+        prompt = b"".join(vocabulary.piece(each) or vocabulary.token_name(each).encode() for each in shown)
         word = answer.matched_stop(job.options.stop)
-        is_full = answer.ticket.finish_reason == "length" and answer.ticket.stats.new_tokens != job.options.max_tokens
+        is_full = stats.finish_reason == "length" and stats.new_tokens != job.options.max_tokens
         return {
             "index": index,
             "content": content,
@@ -209,10 +198,10 @@ class NativeExchange(Exchange):
             "model": self.name,
             "tokens_predicted": stats.new_tokens,
             "tokens_evaluated": stats.prompt_tokens,
-            "seed": answer.ticket.seed,
-            "prompt": prompt.text or self.work.loaded.model.decode(prompt.token_ids),
+            "seed": answer.seed,
+            "prompt": prompt.decode("utf-8", "replace"),
             "has_new_line": "\n" in answer.text,
-            "truncated": prompt.is_cut or is_full,
+            "truncated": self._is_cut or is_full,
             "stop_type": "limit" if answer.finish_reason == "length" else "eos" if word is None else "word",
             "stopping_word": word or "",
             "tokens_cached": stats.reused_tokens,

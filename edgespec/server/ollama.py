@@ -1,26 +1,41 @@
-"""A part of Ollama's API: `/api/chat` and `/api/generate`. Requests become those of `chat` and `completions`, which
+"""A part of Ollama's API. Requests to `/api/chat` and `/api/generate` become those of `chat` and `completions`, which
 check them; answers are lines of JSON.
+
+`/api/pull` and `/api/delete` are about models of the user's own folder, and not those that this server serves. Both
+need somebody who may use this machine's disk and network: a program on it, or one with the API key, and no web page but
+the server's own.
 """
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
 import math
 import re
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from time import time
 from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 
+from edgespec.errors import ConfigError, EdgespecError, ModelNotFound, StateError, shown
+from edgespec.loading.catalogue import parse
+from edgespec.loading.own_models import remove
+from edgespec.loading.pull import pull
 from edgespec.server import chat, completions
 from edgespec.server.answer import Answer, Exchange, Work, compact
 from edgespec.server.chat import can_reason
-from edgespec.server.facts import served_name, written
-from edgespec.server.http_errors import HttpError
-from edgespec.server.options import Positive, Sampled, Speculative, Stops, Tokens, require_model, turned_off
-from edgespec.server.requests import Asked, Fields, read, sent_as, unsupported, wrong
-from edgespec.server.service import Loaded, Service
+from edgespec.server.facts import written
+from edgespec.server.http_errors import HttpError, bad_request
+from edgespec.server.options import Positive, Sampled, Speculative, Stops, Tokens, turned_off
+from edgespec.server.requests import Asked, Fields, parse_object, read, sent_as, unsupported, wrong
+from edgespec.server.service import Loaded, Services, without_tag
 from edgespec.server.structure import ANY_OBJECT
+from edgespec.server.web import STREAM_HEADERS, json_response, read_body
 
 _OPTIONS = (*Sampled.__struct_fields__, "stop")
 _SENT_AS = {
@@ -31,18 +46,13 @@ _SENT_AS = {
 }
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"-?(\d{1,12}(?:\.\d{1,12})?)([smh]?)", re.ASCII)
+_EVERY_S = 0.2  # between two looks at how far a pull is
+_SUCCESS = {"status": "success"}
 _NO_LOGPROBS: tuple[str, tuple[Any, ...]] = ("use /v1/chat/completions", (False, 0))
 _NO_FEATURE: tuple[str, tuple[Any, ...]] = ("this server has no such feature", ("", []))
 
 
 class OllamaOptions(Sampled):
-    # how a model is loaded, and what belongs to samplers
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        (
-            *("mirostat_tau", "mirostat_eta", "num_batch", "num_gpu", "num_thread", "num_keep", "main_gpu", "use_mmap"),
-            *("numa", "use_mlock", "low_vram", "f16_kv", "vocab_only", "logits_all", "embedding_only"),
-        )
-    )
     refused: ClassVar[Asked] = turned_off(typical_p=(1,), tfs_z=(1,), mirostat=(0,), penalize_newline=(True,))
     stop: Stops | None = None
     num_predict: Tokens | None = None
@@ -84,12 +94,12 @@ class OllamaGenerate(OllamaRequest):
     suffix: str | None = None
 
 
-def read_chat_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
+def read_chat_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange | dict[str, Any]:
     """Answer a conversation (Ollama). Blocks while it encodes. Raises HttpError and EdgespecError."""
     request = read(OllamaChat, values, notes)
     keep_s, options = _read_common(loaded, request, notes)
     if not request.messages:
-        return Preload(loaded, keep_s, is_chat=True)
+        return _preloaded(loaded, keep_s, is_chat=True)
     asked = chat.Chat(
         **_asked(loaded, request, options, switches_reasoning=True),
         messages=[_as_openais(message) for message in request.messages],
@@ -100,7 +110,7 @@ def read_chat_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str
     return _exchange(work, request, keep_s, is_chat=True)
 
 
-def read_generate_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
+def read_generate_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange | dict[str, Any]:
     """Answer a prompt (Ollama): a chat of one message, with `raw` as it is, with `suffix` the beginning of a gap."""
     request = read(OllamaGenerate, values, notes)
     keep_s, options = _read_common(loaded, request, notes)
@@ -108,7 +118,7 @@ def read_generate_request(loaded: Loaded, values: Mapping[str, Any], notes: list
     if request.suffix and request.system:
         raise unsupported("system", "a gap between two texts is filled without one")
     if not prompt and not request.suffix:
-        return Preload(loaded, keep_s, is_chat=False)
+        return _preloaded(loaded, keep_s, is_chat=False)
     asked = _asked(loaded, request, options, switches_reasoning=not is_text)
     with sent_as(_SENT_AS):
         if is_text:
@@ -123,7 +133,6 @@ def read_generate_request(loaded: Loaded, values: Mapping[str, Any], notes: list
 
 def _read_common(loaded: Loaded, request: OllamaRequest, notes: list[str]) -> tuple[float | None, OllamaOptions]:
     """For how long to stay loaded; the options. Raises HttpError."""
-    require_model(loaded.names, served_name(loaded.names, request.model), notes)
     options = read(OllamaOptions, request.options or {}, notes, "options")
     length = loaded.model.context_length
     if options.num_ctx is not None and options.num_ctx > length:  # many clients send 8192 with every request
@@ -158,21 +167,23 @@ def _as_openais(message: Any) -> Any:
 
 
 def _exchange(work: Work, request: OllamaRequest, keep_s: float | None, *, is_chat: bool) -> Exchange:
-    return OllamaExchange(work, keep_s, is_chat=is_chat, is_stream=request.stream is not False)
+    _keep(work.loaded, keep_s)
+    return OllamaExchange(work, is_chat=is_chat, is_stream=request.stream is not False)
 
 
-def unload_at_rest(service: Service, values: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any] | None:
-    """The answer to a request to unload the model while it is not loaded; None for one that needs it.
+def _keep(loaded: Loaded, keep_s: float | None) -> None:
+    if keep_s is not None:
+        loaded.residence.keep_for(keep_s)
 
-    Raises HttpError.
+
+def _preloaded(loaded: Loaded, keep_s: float | None, *, is_chat: bool) -> dict[str, Any]:
+    """The answer to a request without a text, with which clients load a model before they need it, as `ollama run`
+    does, or with `keep_alive` 0 unload it, as `ollama stop` does.
     """
-    if service.is_new or service.answers_at_once:
-        return None
-    is_empty = values.get("messages") == [] if is_chat else not (values.get("prompt") or values.get("suffix"))
-    if not is_empty or read_keep_alive(values.get("keep_alive")) != 0:
-        return None
-    require_model(service.names, served_name(service.names, values.get("model")), [])
-    return preloaded(service.name, 0, is_chat=is_chat)
+    _keep(loaded, keep_s)
+    text: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+    done = {"done": True, "done_reason": "unload" if keep_s == 0 else "load"}
+    return {"model": loaded.name, "created_at": written(time())} | text | done
 
 
 def read_keep_alive(given: Any) -> float | None:
@@ -194,9 +205,9 @@ class OllamaExchange(Exchange):
     ping = b""  # its clients parse every line
     streams_by_default = True
 
-    def __init__(self, work: Work, keep_loaded_s: float | None, *, is_chat: bool, is_stream: bool) -> None:
+    def __init__(self, work: Work, *, is_chat: bool, is_stream: bool) -> None:
         super().__init__(work, is_stream=is_stream)
-        self.keep_loaded_s, self._is_chat = keep_loaded_s, is_chat
+        self._is_chat = is_chat
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
@@ -225,29 +236,6 @@ class OllamaExchange(Exchange):
         return head | {"message": message}
 
 
-class Preload(Exchange):
-    """A request without a text, with which clients load a model before they need it, as `ollama run` does, or with
-    `keep_alive` 0 unload it, as `ollama stop` does.
-    """
-
-    def __init__(self, loaded: Loaded, keep_loaded_s: float | None, *, is_chat: bool) -> None:
-        super().__init__(Work(loaded, ()), is_stream=False)
-        self.keep_loaded_s = keep_loaded_s
-        self._body = preloaded(loaded.name, keep_loaded_s, is_chat=is_chat)
-
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        return self._body
-
-    def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
-        raise AssertionError("it is one line")
-
-
-def preloaded(name: str, keep_loaded_s: float | None, *, is_chat: bool) -> dict[str, Any]:
-    text: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
-    reason = "unload" if keep_loaded_s == 0 else "load"
-    return {"model": name, "created_at": written(time())} | text | {"done": True, "done_reason": reason}
-
-
 def _end(answer: Answer) -> dict[str, Any]:
     """Counts, and durations in nanoseconds."""
     stats = answer.stats
@@ -260,9 +248,105 @@ def _end(answer: Answer) -> dict[str, Any]:
         "prompt_eval_duration": int(stats.prefill_s * 1e9),
         "eval_count": stats.new_tokens,
         "eval_duration": int(max(stats.decode_s, 0.0) * 1e9),
-        "seed": answer.ticket.seed,
+        "seed": answer.seed,
     }
 
 
 def _line(value: Any) -> bytes:
     return compact(value).encode() + b"\n"
+
+
+# -- models of the user's own folder: pulled, to be served when the server is started with them, and deleted
+
+
+class ModelName(Fields):
+    """A request to `/api/pull` or `/api/delete`. Ollama's client for JavaScript calls the model `name`."""
+
+    model: str | None = None
+    name: str | None = None
+    insecure: bool | None = None
+    stream: bool | None = None
+
+
+class _ClientLeft(BaseException):
+    """Ends a download, whose files are kept for the next one; no `Exception`, after which it would be tried again."""
+
+
+async def _asked_model(services: Services, request: Request) -> tuple[ModelName, str, bool]:
+    """A request, the name in it, and whether it is that of a served model. Raises HttpError."""
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+        raise HttpError(403, "other web pages may not change the models of this machine", code="wrong_origin")
+    try:
+        is_near = request.client is None or ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:  # a test's client
+        is_near = True
+    if not is_near and services.api_key is None:
+        raise HttpError(403, "other machines may change models only with an API key: start the server with one")
+    asked = read(ModelName, parse_object(await read_body(request, services.limits)), [])
+    if not (name := asked.model or asked.name):
+        raise bad_request("model is missing: give the name of one", "model")
+    served = {without_tag(each) for service in services.all for each in service.names}
+    return asked, name, without_tag(name) in served
+
+
+async def respond_pull(services: Services, request: Request) -> Response:
+    """Get a model into the user's folder, as `edgespec pull` does (Ollama). Lines of JSON tell how far it is."""
+    asked, name, is_served = await _asked_model(services, request)
+    try:
+        lines = _lines_of(name, is_here=is_served or parse(name) is None)
+    except ModelNotFound as exc:
+        raise HttpError(404, str(exc), param="model", code="model_not_found") from exc
+    if asked.stream is not False:
+        encoded = (compact(line).encode() + b"\n" async for line in lines)
+        return StreamingResponse(encoded, headers=STREAM_HEADERS, media_type="application/x-ndjson")
+    *_, last = [line async for line in lines]
+    return json_response(last, 200 if last == _SUCCESS else 500)
+
+
+async def _lines_of(name: str, *, is_here: bool) -> AsyncIterator[Mapping[str, Any]]:
+    """What Ollama says of a pull."""
+    yield {"status": "pulling manifest"}
+    if is_here:
+        yield _SUCCESS
+        return
+    said, has_left = deque[Mapping[str, Any]](), False
+
+    def on_bytes(file: str, done: int, total: int) -> None:
+        if has_left:
+            raise _ClientLeft
+        said.append({"status": f"pulling {file}", "digest": file, "total": total, "completed": done})
+
+    def work() -> None:
+        try:
+            pull(name, on_bytes, lambda text: said.append({"status": text}))
+            said.append({"status": f"{name} is here: this server serves it when it is started with it"})
+            said.append(_SUCCESS)
+        except EdgespecError as exc:
+            said.append({"error": exc.on_the_command_line})
+
+    pulling = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        while said or not pulling.done():
+            lines = [said.popleft() for _ in range(len(said))]
+            for line, after in zip(lines, [*lines, {}][1:], strict=True):
+                if "digest" not in line or line["digest"] != after.get("digest"):  # the latest about a file
+                    yield line
+            await asyncio.wait({pulling}, timeout=_EVERY_S)
+        await pulling
+    finally:
+        has_left = True
+
+
+async def respond_delete(services: Services, request: Request) -> Response:
+    """Remove a model that was pulled or added, as `edgespec rm` does (Ollama)."""
+    _, name, is_served = await _asked_model(services, request)
+    if is_served:
+        raise HttpError(409, f"{shown(name)} is being served: stop the server first", code="in_use")
+    try:
+        await asyncio.to_thread(remove, name)
+    except ModelNotFound as exc:
+        raise HttpError(404, f"no model {shown(name)} was pulled or added here", code="model_not_found") from exc
+    except (ConfigError, StateError) as exc:  # whose messages hold paths
+        raise bad_request(f"{shown(name)} cannot be removed here: edgespec rm says why", "model") from exc
+    return Response()

@@ -17,7 +17,7 @@ from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import SamplingError
 from edgespec.server.http_errors import bad_request
 from edgespec.server.requests import Asked, Fields, one_of
-from edgespec.server.service import Loaded, Names, unknown_model
+from edgespec.server.service import Loaded
 
 MOST_WHOLE = 2**31 - 1
 MOST_CHOICES, MOST_LOGPROBS, MOST_TOOLS = 16, 20, 128  # OpenAI's limit of log probabilities is 5; clients ask for more
@@ -158,21 +158,6 @@ class OpenAiRequest(Generated):
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream: true", "stream_options")
         return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-
-def require_model(names: Names, name: str | None, notes: list[str]) -> None:
-    """Check the name of a model; None: the served one. Raises HttpError 404 for another: names are never paths."""
-    if name is None or name in names.all:
-        return
-    if not names.include(name):
-        raise unknown_model(names)
-    answered_by(names, notes)
-
-
-def answered_by(names: Names, notes: list[str]) -> None:
-    """Note that another model answers than the request asks for."""
-    why = "no model here has that name" if names.beside else "the only model here"
-    notes.append(f"model: {names.own} answers, {why}")
 
 
 def sampling_of(request: Sampled, loaded: Loaded, biases: Mapping[str, Any] | None) -> Sampling:

@@ -1,26 +1,26 @@
-"""Reads the JSON of a request into a struct of its protocol: a wrong type or unknown name is one 400 that names it."""
+"""Reads the JSON of a request into a struct of its protocol: a wrong value is one 400 that names it, an unknown field a
+note.
+"""
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
 from edgespec.config.table import did_you_mean
 from edgespec.errors import shown
-from edgespec.sampling.constraint.schema import scalars
 from edgespec.server.http_errors import HttpError, bad_request
 
 MAX_JSON_DEPTH = 64
 MAX_CONTAINERS = 1 << 17  # lists and objects of a body: making them is what takes long
-_EXPLAINED_BYTES = 1 << 20  # of a body that is no JSON: a longer one is not read twice
+_MOST_UNKNOWN = 32  # fields that notes name
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_HALF_PAIR = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]")
 _PATH = re.compile(r"(.*?)(?: - at `(?:key in )?\$([\w.\[\]]*)`)?", re.DOTALL)
 # msgspec looks at a struct's types when it is first read; a thread that reads it meanwhile ends the process. It holds
 # the interpreter's lock in any case, so nobody waits for longer.
@@ -30,7 +30,7 @@ Asked = Mapping[str, tuple[str, tuple[Any, ...]]]
 
 
 class Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """An object of a request. A null counts as absent.
+    """An object of a request, in which others have no unknown fields. A null counts as absent.
 
     `ignored`: fields that cannot change the answer; `noted`: those whose wish is not met, which a note says;
     `refused`: those that are an error unless they ask for nothing.
@@ -58,6 +58,12 @@ def read(kind: type[Read], values: Mapping[str, Any], notes: list[str], where: s
         value = given.pop(name, None)
         if value is not None and value not in neutral:
             notes.append(f"{_joined(where, name)}: {why}")
+    unknown = sorted(given.keys() - {*kind.__struct_fields__})
+    # Some clients send empty values under the names of all servers that they know.
+    asked = [name for name in unknown if given.pop(name) and len(name) < 64]
+    for name in asked[:_MOST_UNKNOWN]:
+        hint = did_you_mean(name, [*kind.__struct_fields__, *kind.noted, *kind.refused])
+        notes.append(f"{shown(_joined(where, name))}: unknown field{hint}")
     try:
         with _ONE_READER:
             return msgspec.convert(given, kind)
@@ -102,32 +108,28 @@ def sent_as(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def _explained(kind: type[Fields], values: Mapping[str, Any], problem: str, where: str) -> HttpError:
-    """msgspec's error with the field's name as the client knows it, what is allowed and what was given."""
+    """msgspec's error with the field's name as the client knows it, and what was given."""
     found = _PATH.fullmatch(problem)
     about, place = (problem, "") if found is None else (found[1], found[2] or "")
     info: Any = msgspec.inspect.type_info(kind)
     value: Any = values
     path = where
-    steps = re.findall(r"\w+", place)
-    for number, step in enumerate(steps):
-        inner, item = _inner(info, step), _item(value, step)
-        if inner is None or (number == len(steps) - 1 and step.isdigit() and not _has_fields(inner)):
-            break  # a list of plain values is named as a whole
-        info, value, path = inner, item, _joined(path, step)
-    if about.startswith("Object missing required field") and (fields := _fields(info)):
-        name = next((each.name for each in fields if each.required and each.name not in value), "")
-        info, path = _inner(info, name), _joined(path, name)
-        return bad_request(f"{path} is missing: give {_rule(info)}", path)
-    if about.startswith("Object contains unknown field") and isinstance(value, dict) and (fields := _fields(info)):
-        known = [each.name for each in fields]
-        name = next((each for each in value if each not in known), "")
-        hint = did_you_mean(name, known) if len(name) < 64 else ""
-        full = _joined(path, name)
-        return bad_request(f"unknown field {shown(full)}{hint}", full[:80], "unknown_parameter")
-    size = _too_long(info, value)
-    if size is not None:
-        return bad_request(f"{path} has {len(value)} {size[0]}; at most {size[1]} are allowed", path)
-    return wrong(path, f"must be {_rule(info)}", value)
+    for step in re.findall(r"\w+", place):
+        info, value, path = _inner(info, step), _item(value, step), _joined(path, step)
+    rule, *named = about.split("`")
+    known = [field.name for each in _kinds(info) for field in getattr(each, "fields", ())]
+    full = _joined(path, named[0]) if named else path
+    if rule.startswith("Object missing"):
+        return bad_request(f"{full} is missing", full)
+    if rule.startswith("Object contains"):
+        return bad_request(
+            f"unknown field {shown(full)}{did_you_mean(named[0], known)}", full[:80], "unknown_parameter"
+        )
+    if rule.startswith("Invalid enum"):
+        allowed = [str(each) for one in _kinds(info) for each in getattr(one, "values", ())]
+        return wrong(path, f"must be one of {', '.join(allowed)}", value)
+    expected = about.partition(", got ")[0].removeprefix("Expected ").replace("`", "").replace(" | null", "")
+    return wrong(path, f"must be {expected}", value)
 
 
 def _joined(where: str, name: str) -> str:
@@ -135,72 +137,26 @@ def _joined(where: str, name: str) -> str:
 
 
 def _kinds(info: Any) -> Sequence[Any]:
-    """A type's alternatives but for null."""
+    """A type's alternatives."""
     kinds = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
-    bare = [kind.type if isinstance(kind, msgspec.inspect.Metadata) else kind for kind in kinds]
-    return [kind for kind in bare if not isinstance(kind, msgspec.inspect.NoneType)]
-
-
-def _fields(info: Any) -> Sequence[Any]:
-    return next((kind.fields for kind in _kinds(info) if isinstance(kind, msgspec.inspect.StructType)), ())
-
-
-def _has_fields(info: Any) -> bool:
-    return bool(_fields(info)) or any(isinstance(kind, msgspec.inspect.DictType) for kind in _kinds(info))
+    return [kind.type if isinstance(kind, msgspec.inspect.Metadata) else kind for kind in kinds]
 
 
 def _inner(info: Any, step: str) -> Any:
-    """The type of a field, or of a list's entry; None where there is none."""
-    if step.isdigit():
-        return next((kind.item_type for kind in _kinds(info) if isinstance(kind, msgspec.inspect.ListType)), None)
-    return next((field.type for field in _fields(info) if field.name == step), None)
+    """The type of a field or an item; None where it is not known."""
+    for kind in _kinds(info):
+        for field in getattr(kind, "fields", ()):
+            if field.name == step:
+                return field.type
+        if isinstance(kind, msgspec.inspect.ListType) and step.isdigit():
+            return kind.item_type
+    return None
 
 
 def _item(value: Any, step: str) -> Any:
     if isinstance(value, list):
         return value[int(step)] if step.isdigit() and int(step) < len(value) else None
     return value.get(step) if isinstance(value, dict) else None
-
-
-def _too_long(info: Any, value: Any) -> tuple[str, int] | None:
-    """What a value has too many of, and the limit; None where it does not."""
-    for kind in _kinds(info):
-        most = getattr(kind, "max_length", None)
-        if isinstance(value, str) and isinstance(kind, msgspec.inspect.StrType):
-            return ("characters", most) if most is not None and len(value) > most else None
-        is_own = isinstance(value, list) and isinstance(kind, msgspec.inspect.ListType)
-        if is_own or (isinstance(value, dict) and isinstance(kind, msgspec.inspect.DictType)):
-            return ("entries", most) if most is not None and len(value) > most else None
-    return None
-
-
-def _rule(info: Any) -> str:
-    return " or ".join(map(_one_rule, _kinds(info)))
-
-
-def _one_rule(kind: Any) -> str:
-    match kind:
-        case msgspec.inspect.IntType():
-            return "a whole number" + _range(kind)
-        case msgspec.inspect.FloatType():
-            return "a number" + _range(kind)
-        case msgspec.inspect.BoolType():
-            return "true or false"
-        case msgspec.inspect.StrType(min_length=least, max_length=most):
-            return "a string" + (f" of {least} to {most} characters" if least else "")
-        case msgspec.inspect.ListType(item_type=item):
-            is_plain = not isinstance(item, msgspec.inspect.AnyType) and not _fields(item)
-            return f"a list, each {_rule(item)}" if is_plain else "a list"
-        case msgspec.inspect.LiteralType(values=values):
-            return f"one of {', '.join(map(str, values))}"
-    return "an object"
-
-
-def _range(kind: Any) -> str:
-    if kind.ge is None:
-        return ""
-    low, high = (f"{bound:g}" if isinstance(bound, float) else bound for bound in (kind.ge, kind.le))
-    return f" from {low} to {high}"
 
 
 def _kind(value: object) -> str:
@@ -225,8 +181,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
         _check_depth(value)
     except RecursionError:
         raise _too_deep() from None
-    except ValueError as exc:
-        raise _unreadable(body, exc) from None
+    except ValueError as exc:  # also UTF-8, and numbers beyond the range of a double
+        reason = "an unpaired UTF-16 surrogate: send whole characters" if _HALF_PAIR.search(body) else exc
+        raise _no_json(f"the body is not valid JSON: {reason}") from None
     if not isinstance(value, dict):
         raise _no_json(f"the body must be a JSON object, got {_kind(value)}")
     return value
@@ -244,35 +201,6 @@ def _check_depth(value: Any) -> None:
         if not level:
             return
     raise _too_deep()
-
-
-def _unreadable(body: bytes, problem: ValueError) -> HttpError:
-    """The error for a body that is no JSON, or holds what cannot be used: Python's own reader says most."""
-    reason = str(problem)
-    try:
-        if len(body) <= _EXPLAINED_BYTES:
-            _decode_slowly(body)
-    except HttpError as exc:
-        return exc
-    except RecursionError:
-        return _too_deep()
-    except ValueError as exc:  # JSON, UTF-8, an integer of thousands of digits
-        reason = str(exc) if isinstance(exc, json.JSONDecodeError) else "it is not UTF-8, or a number is too long"
-    return _no_json(f"the body is not valid JSON: {reason}")
-
-
-def _decode_slowly(body: bytes) -> None:
-    value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
-    if any(isinstance(each, float) and not math.isfinite(each) for each in scalars(value)):
-        raise bad_request("the body has a number beyond the range of a double")
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise bad_request("the body has an unpaired UTF-16 surrogate: send whole characters") from None
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise _no_json(f"the body is not valid JSON: {name} is not a JSON number")
 
 
 def _too_deep() -> HttpError:

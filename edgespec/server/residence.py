@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
@@ -33,25 +32,21 @@ from edgespec.server.http_errors import HttpError, stopping
 
 if TYPE_CHECKING:
     from edgespec.runtime import Model
-    from edgespec.server.service import Service
+    from edgespec.server.service import Known, Service
 
 
 logger = logging.getLogger("edgespec")
 _JOIN_S = 30.0
 _LONGEST_WAIT_S = 3600.0  # of a lock, which takes no infinite times
-Step = tuple["Residence", Callable[[], None]]
 
 
 class Places:
-    """`most`: models that may be loaded at once. One is loaded or unloaded at a time, so that plans of memory hold."""
+    """`most`: models that may be loaded at once. One thread loads and unloads them, so that plans of memory hold."""
 
     def __init__(self, most: int = 1) -> None:
         self.changed = threading.Condition()
         self._most = most
         self._all: list[Residence] = []
-        self._checked: Residence | None = None  # whose turn it is
-        self._beside: list[Residence] | None = None  # for which it was asked whether there is room
-        self._has_room = False
         self._thread = threading.Thread(target=self._run, name="edgespec-residence", daemon=True)
 
     def add(self, one: Residence) -> None:
@@ -64,62 +59,68 @@ class Places:
         """Wait for what is being unloaded, once all are stopped. A load cannot be interrupted."""
         with self.changed:
             is_over = all(each.is_stopping and not each.is_loading for each in self._all)
-        if is_over:
+        if is_over and self._thread.is_alive():
             self._thread.join(_JOIN_S)
 
+    @property
+    def _loaded(self) -> list[Residence]:
+        return [each for each in self._all if each.is_loaded]
+
     def _run(self) -> None:
-        while (found := self._awaited_step()) is not None:
-            one, step = found
+        while (one := self._awaited()) is not None:
             try:
-                step()
+                if one.is_loaded:
+                    one.unload()
+                else:
+                    self._load(one)
             except BaseException as exc:  # whatever it is, who waits must learn of it and the thread must go on
                 one.fail(exc)
 
-    def _awaited_step(self) -> Step | None:
-        """Wait until there is something to do; None when the server stops."""
+    def _awaited(self) -> Residence | None:
+        """Wait until one is to be unloaded or loaded; None when the server stops."""
         with self.changed:
             while not all(each.is_stopping for each in self._all):
-                if (step := self._next_step()) is not None:
-                    return step
-                left_s = (each.left_s for each in self._all if each.is_loaded and each.is_idle)
+                over = next((each for each in self._loaded if each.is_over), None)
+                if over is not None:
+                    over.make_way(True)
+                    return over
+                wanted = [each for each in self._all if each.is_wanted]
+                if wanted:
+                    return min(wanted, key=lambda each: each.asked_s)
+                left_s = (each.left_s for each in self._loaded if each.is_idle)
                 self.changed.wait(min((*left_s, _LONGEST_WAIT_S)))
         return None
 
-    def _next_step(self) -> Step | None:
-        if any(each.is_loading for each in self._all):  # by its owner, the first time
-            return None
-        loaded = [each for each in self._all if each.is_loaded]
-        waiting = [each for each in self._all if each.is_wanted and not each.is_loaded]
-        one = min(waiting, key=lambda each: each.asked_s, default=None)
-        leaving = None
-        if one is None:
-            self._checked = None
-        elif one is not self._checked:  # before another model makes way for nothing
-            return one, partial(self._check, one)
-        elif loaded != self._beside:  # outside the lock, which requests take too
-            return one, partial(self._look_for_room, one, loaded)
-        elif self._has_room:
-            one.is_loading, self._checked = True, None
-            return one, one.load
-        else:
-            idle = [each for each in loaded if each.is_idle]
-            leaving = min(idle, key=lambda each: each.used_s) if idle else min(loaded, key=lambda each: each.loaded_s)
-        for each in loaded:
-            each.make_way(each is leaving)
-        over = next((each for each in loaded if each.is_over), None)
-        return None if over is None else (over, over.begin_unloading())
+    def _load(self, one: Residence) -> None:
+        if self._loaded:
+            one.loading.check()  # before another model makes way for nothing
+        while one.is_wanted and (beside := self._loaded) and not (len(beside) < self._most and one.loading.fits()):
+            if (leaving := self._leaving(one)) is not None:
+                leaving.unload()
+        if one.is_wanted:
+            one.load()
 
-    def _check(self, one: Residence) -> None:
-        one.loading.check()
-        self._checked, self._beside = one, None
-
-    def _look_for_room(self, one: Residence, beside: list[Residence]) -> None:
-        self._has_room = len(beside) < self._most and (not beside or one.loading.fits())
-        self._beside = beside
+    def _leaving(self, one: Residence) -> Residence | None:
+        """Wait until a loaded model is idle that can make way for `one`; None where that is not wanted any more."""
+        with self.changed:
+            while one.is_wanted:
+                idle = [each for each in self._loaded if each.is_idle]
+                leaving = min(idle or self._loaded, key=lambda each: each.used_s if idle else each.loaded_s)
+                for each in self._loaded:
+                    each.make_way(each is leaving)
+                if idle:
+                    return leaving
+                self.changed.wait()
+            for each in self._loaded:
+                each.make_way(False)
+        return None
 
 
 class Loading(Protocol):
     """How a model comes into memory."""
+
+    def known(self) -> Known:
+        """What its files and options say of it before it is loaded. Raises as `check`."""
 
     def load(self) -> None:
         """Calls `Residence.has_loaded`."""
@@ -135,21 +136,21 @@ class Residence:
     """`unload`: frees the model; `places`: shared with the server's other models, None where there are none.
 
     `idle_s`: seconds without a request after which it is unloaded, None for never; a client may choose others for as
-    long as the model then stays loaded. `name`: what messages call it. `is_at_rest`: nothing loads it until a request
-    does, else its owner does the first time.
+    long as the model then stays loaded. `name`: what messages call it.
     """
+
+    loading: Loading
 
     def __init__(
         self,
-        loading: Loading,
         unload: Callable[[], None],
         idle_s: float | None,
         places: Places | None = None,
         *,
-        name: str = "the model",
-        is_at_rest: bool = False,
+        name: str = "",
     ) -> None:
-        self.loading, self._unload, self._name = loading, unload, name
+        self.can_load = False  # else it stays as it is
+        self._unload, self._name = unload, f"model {name!r}"
         self._usual_s = self._idle_s = math.inf if idle_s is None else idle_s
         self._places = Places() if places is None else places
         self._changed = self._places.changed
@@ -157,9 +158,12 @@ class Residence:
         self.num_waiting = 0  # of them
         self.used_s = self.loaded_s = self.asked_s = 0.0  # when a request last ended, a load, the wait for it began
         self._awaited: Future[None] | None = None  # of the users that wait until it is loaded
-        self.is_loaded = self.is_stopping = self._has_to_leave = False
-        self._again = "" if is_at_rest else " again"
-        self.is_loading = not is_at_rest
+        self._preloaded: Future[None] | None = None
+        self.is_loaded = self.is_loading = self.is_stopping = self._has_to_leave = False
+
+    def begin(self, loading: Loading) -> None:
+        """Load the model when it is needed, and unload it when it is not used."""
+        self.loading, self.can_load = loading, True
         self._places.add(self)
 
     @property
@@ -175,8 +179,8 @@ class Residence:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a request waits until it is loaded."""
-        return self.num_waiting > 0 and not self.is_stopping
+        """Whether it is to be loaded."""
+        return not self.is_loaded and not self.is_stopping and (self.num_waiting > 0 or self.is_loading)
 
     @property
     def is_idle(self) -> bool:
@@ -194,11 +198,21 @@ class Residence:
         if self.is_open:
             self._answer(None)
 
+    def preload(self) -> Future[None]:
+        """Load it now, before a request needs it. Raises what loading raises, in the future."""
+        with self._changed:
+            self.is_loading, self.asked_s = True, monotonic()
+            self._preloaded = Future()
+            self._changed.notify_all()
+        return self._preloaded
+
     async def enter(self) -> None:
         """Be a user from now on, and wait until the model is loaded. Raises HttpError 503 where that fails."""
         with self._changed:
             if self.is_stopping:
                 raise stopping()
+            if not self.is_loaded and not self.can_load:
+                raise HttpError(503, "the model is not loaded: try again soon", code="loading")
             self._num_users += 1
             if self.is_open:
                 return
@@ -263,27 +277,29 @@ class Residence:
     # -- what the thread of its places calls
 
     def load(self) -> None:
-        began_s = monotonic()
+        self.is_loading, began_s = True, monotonic()
         self.loading.load()
-        logger.info("%s is loaded%s, which took %.1f s", self._name, self._again, monotonic() - began_s)
-        self._again = " again"
+        logger.info("%s is loaded, which took %.1f s", self._name, monotonic() - began_s)
+        if (preloaded := self._preloaded) is not None and not preloaded.done():
+            preloaded.set_result(None)
         if self.is_stopping:
-            self._unload_now()
+            self.unload()
 
     def fail(self, why: BaseException) -> None:
         """It could not be loaded."""
-        logger.warning("%s cannot be loaded%s: %s", self._name, self._again, why)
-        message = f"{self._name} cannot be loaded{self._again}: the server's log says why"
+        if (preloaded := self._preloaded) is not None and not preloaded.done():
+            preloaded.set_exception(why)  # whose owner says it
+        else:
+            logger.warning("%s cannot be loaded: %s", self._name, why)
+        message = f"{self._name} cannot be loaded: the server's log says why"
         with self._changed:
             self.is_loading = False
             self._answer(HttpError(503, message, code="load_failed"))
 
-    def begin_unloading(self) -> Callable[[], None]:
+    def unload(self) -> None:
         """Who comes from now on waits until it is loaded again."""
-        self.is_loaded = self._has_to_leave = False
-        return self._unload_now
-
-    def _unload_now(self) -> None:
+        with self._changed:
+            self.is_loaded = self._has_to_leave = False
         try:
             self._unload()
             logger.info("%s is unloaded: the next request loads it again", self._name)

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from edgespec.chat.messages import part_text
 from edgespec.server.answer import Answer, Event, Exchange, Part, Work, events, sse, usage
-from edgespec.server.chat import RUNS_NONE, VERBOSITY, Chat, can_reason, check_question, prepare, run_by_client
+from edgespec.server.chat import RUNS_NONE, VERBOSITY, Chat, effort_of, prepare, run_by_client
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import (
     DRAFT_MODEL,
@@ -105,9 +105,10 @@ def read_responses(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) 
         schema = None if text.format.schema is None else JsonSchema(schema=text.format.schema, name=text.format.name)
         form = ResponseFormat(type=text.format.type, json_schema=schema)
     first = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    effort = _read_effort(request, loaded, notes)
+    reasoning = request.reasoning or ReasoningOptions()
+    effort = effort_of(loaded, "reasoning.effort", reasoning.effort, notes)
     chat = Chat(
-        **{name: getattr(request, name) for name in (*Sampled.__struct_fields__, "model", "speculative")},
+        **{name: getattr(request, name) for name in (*Sampled.__struct_fields__, "speculative")},
         messages=first + _read_input(request.input),
         max_completion_tokens=request.max_output_tokens,
         tools=_functions(request.tools, notes),
@@ -130,23 +131,12 @@ def read_responses(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) 
         return ResponsesExchange(prepare(loaded, chat, notes), echoed, is_stream=bool(request.stream))
 
 
-def _read_effort(request: ResponseRequest, loaded: Loaded, notes: list[str]) -> str | None:
-    effort = None if request.reasoning is None else request.reasoning.effort
-    if effort in (None, "none") or can_reason(loaded):
-        return effort
-    notes.append("reasoning.effort: this model answers without reasoning")
-    return None
-
-
 def _read_input(given: str | list[Any]) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     found: list[dict[str, Any]] = []
-    places: list[str] = []
     for index, item in enumerate(given):
         _add_item(found, item, f"input.{index}")
-        places += [f"input.{index}.content"] * (len(found) - len(places))
-    check_question(found, places)
     return [{"content": "", **message} for message in found]
 
 
@@ -296,7 +286,7 @@ class ResponsesExchange(Exchange):
                 "total_tokens": counts["total_tokens"],
             },
             "timings": answer.timings,
-            "seed": answer.ticket.seed,
+            "seed": answer.seed,
         }
 
     def _object(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
@@ -326,9 +316,7 @@ def _content(part: Part) -> dict[str, Any]:
 
 
 def _status(answer: Answer, part: Part | None = None) -> str:
-    """Of the answer, or of a part: one that something followed is complete."""
-    if part is not None and part.call is not None:
-        return "incomplete" if part.call.is_cut else "completed"
+    """Of the answer, or of a part: one that something followed is complete, and so is a call."""
     is_last = part is None or part.is_last
     return "incomplete" if is_last and answer.finish_reason == "length" else "completed"
 

@@ -22,8 +22,7 @@ import uvicorn
 from edgespec.errors import ConfigError
 from edgespec.server.app import create_app
 from edgespec.server.guard import LOOPBACK
-from edgespec.server.residence import Loading, handling
-from edgespec.server.scheduler import in_thread
+from edgespec.server.residence import handling
 from edgespec.server.service import Services
 
 logger = logging.getLogger("edgespec")
@@ -75,10 +74,9 @@ def bind(binding: Binding) -> socket.socket:
     return bound
 
 
-def serve(services: Services, binding: Binding, loading: Loading, announce: Callable[[str], None]) -> None:
-    """Serve until a signal. `loading` gives the first service its model, in a thread, and again after each time that it
-    was unloaded; `announce` gets the URL after the first time. Of several services, the others are loaded by requests
-    (`Service.may_unload`).
+def serve(services: Services, binding: Binding, announce: Callable[[str], None]) -> None:
+    """Serve until a signal. The first model is loaded meanwhile, after which `announce` gets the URL; the others are
+    loaded by requests (`Residence`).
 
     Answers that run when it is stopped have `drain_s` seconds to end. If it is stopped while a model is being loaded,
     it returns all the same (`is_loading`), and loading goes on: native code cannot be interrupted, so end the process.
@@ -104,17 +102,14 @@ def serve(services: Services, binding: Binding, loading: Loading, announce: Call
     )
     server = _Server(config, services, binding.drain_s)
 
-    services.default.may_unload(loading)
+    def on_loaded(done: Future[None]) -> None:
+        if done.exception() is None:
+            announce(url)
+        else:
+            server.should_exit = True
 
-    def load_and_announce() -> None:
-        loading.load()
-        announce(url)
-
-    def on_end(done: Future[None]) -> None:
-        server.should_exit = server.should_exit or done.exception() is not None
-
-    loaded = in_thread("edgespec-load", load_and_announce)
-    loaded.add_done_callback(on_end)
+    loaded = services.default.residence.preload()
+    loaded.add_done_callback(on_loaded)
     if binding.until_stdin_closes:
         threading.Thread(target=_await_end_of_input, args=(server,), name="edgespec-stdin", daemon=True).start()
     try:

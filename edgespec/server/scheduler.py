@@ -23,7 +23,7 @@ from edgespec.contained import is_wanted
 from edgespec.errors import EdgespecError
 from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.handle import Generation
-from edgespec.reports import FinishReason, PromptProgress, RoundRecord, Stats, TokenEvent
+from edgespec.reports import PromptProgress, RoundRecord, Stats, TokenEvent
 from edgespec.runtime import Model
 from edgespec.server.http_errors import HttpError, queue_full, stopping
 from edgespec.server.metrics import Metrics, answer_line
@@ -95,15 +95,6 @@ class Ticket:
     @property
     def age_s(self) -> float:
         return monotonic() - self.submitted_s
-
-    @property
-    def seed(self) -> int:
-        return self.generation.seed
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why it ended; None while it runs, or if it failed."""
-        return self.generation.finish_reason
 
     async def __aiter__(self) -> AsyncIterator[list[TokenEvent]]:
         """Events in order, until the generation has ended. Raises what it failed with."""

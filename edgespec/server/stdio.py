@@ -37,8 +37,7 @@ from edgespec.server.chat import read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.http_errors import HttpError, as_http_error, bad_request
 from edgespec.server.requests import Fields, parse_object, read, unsupported
-from edgespec.server.residence import Loading, handling
-from edgespec.server.scheduler import in_thread
+from edgespec.server.residence import handling
 from edgespec.server.service import Loaded, Services
 from edgespec.vocabulary import Vocabulary
 
@@ -52,14 +51,13 @@ class _Line(Fields, kw_only=True):
     id: Annotated[str, Meta(max_length=128)] | None = None
 
 
-def serve_stdio(services: Services, loading: Loading, source: IO[bytes], sink: IO[bytes]) -> None:
-    """Serve the lines of `source` until it ends or `close` is asked for; `loading` gives the first service its model
-    meanwhile.
+def serve_stdio(services: Services, source: IO[bytes], sink: IO[bytes]) -> None:
+    """Serve the lines of `source` until it ends or `close` is asked for; the first model is loaded meanwhile.
 
     If it ends before the model is loaded, it returns without a model in the service, and loading goes on: native code
     cannot be interrupted, so end the process. Raises what loading raises.
     """
-    asyncio.run(_Sidecar(services, sink).run(loading, source))
+    asyncio.run(_Sidecar(services, sink).run(source))
 
 
 @dataclass(slots=True)
@@ -96,7 +94,7 @@ class _Request:
         return {
             "usage": usage([self.answer]),
             "timings": self.answer.timings,
-            "seed": self.answer.ticket.seed,
+            "seed": self.answer.seed,
         }
 
 
@@ -112,13 +110,12 @@ class _Sidecar:
     def emit(self, event: str, **fields: Any) -> None:
         self._events.put({"event": event, **fields})
 
-    async def run(self, loading: Loading, source: IO[bytes]) -> None:
+    async def run(self, source: IO[bytes]) -> None:
         loop = asyncio.get_running_loop()
         writer = threading.Thread(target=self._write, name="edgespec-stdout", daemon=True)
         writer.start()
         self.emit("hello", protocol=PROTOCOL, version=__version__)
-        self._services.default.may_unload(loading)
-        loaded = in_thread("edgespec-load", loading.load)
+        loaded = self._services.default.residence.preload()
         loaded.add_done_callback(lambda done: loop.call_soon_threadsafe(self._on_loaded, done))
         threading.Thread(target=self._read, args=(source, loop), name="edgespec-stdin", daemon=True).start()
         with handling(lambda *_: loop.call_soon_threadsafe(self._lines.put_nowait, None)):
@@ -203,8 +200,8 @@ class _Sidecar:
     async def _answer(self, request_id: str, request: _Request, values: dict[str, Any], read_request: Read) -> None:
         notes: list[str] = []
         try:
-            service = self._services.asked_by(values)
-            async with service.using() as loaded, asyncio.timeout(loaded.limits.timeout_s):
+            service = self._services.asked_by(values, notes=notes)
+            async with service.using() as loaded, asyncio.timeout(self._services.limits.timeout_s):
                 if values.get("timings_per_token"):
                     raise unsupported("timings_per_token", "done has the timings of the answer")
                 loaded.scheduler.admit()

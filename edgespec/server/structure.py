@@ -26,7 +26,6 @@ from edgespec.server.options import (
     options_of,
     sampling_of,
 )
-from edgespec.server.scheduler import Job
 from edgespec.server.service import Loaded
 from edgespec.vocabulary import Vocabulary
 
@@ -47,15 +46,12 @@ def read_settings(
     return numbered(sampling, request.n or 1), options
 
 
-def job_of(request: Generated, prompt_ids: Sequence[int], sampling: Sampling, options: GenerateOptions) -> Job:
-    return Job(prompt_ids, sampling, options, bool(request.return_progress))
-
-
 def read_structure(
     request: Generated, loaded: Loaded, options: GenerateOptions, form: ResponseFormat | None = None
 ) -> GenerateOptions:
     """`options` with the structure that the request asks for, checked. Raises HttpError 400."""
-    given = {name: value for name in (*_STRUCTURES, "free_until") if (value := getattr(request, name)) is not None}
+    asked = {name: getattr(request, name) for name in (*_STRUCTURES, "free_until")}
+    given = {name: value for name, value in asked.items() if value not in (None, "")}
     where = next(iter(given), "")
     described = None if form is None else _described(form)
     if described is not None:

@@ -14,7 +14,7 @@ from edgespec.errors import shown
 from edgespec.server.answer import Answer, Exchange, answering, compact
 from edgespec.server.http_errors import HttpError, as_http_error
 from edgespec.server.requests import Fields, parse_object
-from edgespec.server.service import Limits, Loaded, Service, Services
+from edgespec.server.service import Limits, Loaded, Services
 
 Returned = TypeVar("Returned")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -116,14 +116,12 @@ class Endpoint(NamedTuple):
     """A path that takes a body, which is a `request`. `read`: checks it and gives the answer, or what is to be
     generated; it blocks meanwhile, and adds to the notes what the request does not get.
 
-    `form`: of its streams, None where it has none; `at_rest`: gives the body for a request that needs no model to be
-    loaded, and None for one that does.
+    `form`: of its streams, None where it has none.
     """
 
     request: type[Fields]
     read: Callable[[Loaded, Mapping[str, Any], list[str]], Exchange | dict[str, Any]]
     form: type[Exchange] | None = None
-    at_rest: Callable[[Service, Mapping[str, Any]], dict[str, Any] | None] | None = None
 
 
 class Answering:
@@ -133,7 +131,7 @@ class Answering:
     """
 
     def __init__(self, services: Services, endpoint: Endpoint) -> None:
-        self._services, self._read, self._at_rest = services, endpoint.read, endpoint.at_rest
+        self._services, self._read = services, endpoint.read
         self._form, self._streams = endpoint.form or Exchange, endpoint.form is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -166,27 +164,19 @@ class Answering:
 
     async def _answered(self, body: bytes, path: str, stream: Stream) -> Response | None:
         """The answer, or None where it was streamed. Loads the model where it was unloaded."""
-        services = self._services
-        # One model alone gets every request, which is read in a thread.
-        service = services.asked_by(parse_object(body), path) if services.are_several else services.default
-        at_rest = self._at_rest
-        if at_rest is not None:
-            told = await asyncio.to_thread(lambda: at_rest(service, parse_object(body)))
-            if told is not None:
-                return json_response(told)
+        services, notes = self._services, list[str]()
+        values = await asyncio.to_thread(parse_object, body)
+        service = services.asked_by(values, path, notes)
         # Of several models the one that answers at once may have to make way for another before the stream begins.
-        may_wait = not service.is_new and (services.are_several or not service.answers_at_once)
-        if self._streams and may_wait and parse_object(body).get("stream", self._form.streams_by_default) is True:
+        may_wait = services.are_several or not service.residence.is_open
+        if self._streams and may_wait and values.get("stream", self._form.streams_by_default) is True:
             stream.opened.set()
-        notes: list[str] = []
         async with service.using() as loaded:
             loaded.scheduler.admit()
-            found = await loaded.scheduler.prepare(lambda: self._read(loaded, parse_object(body), notes))
+            found = await loaded.scheduler.prepare(self._read, loaded, values, notes)
             if isinstance(found, dict):
                 return json_response(found, headers=_told(notes))
             async with answering(found, notes) as answers:
-                if found.keep_loaded_s is not None and service.residence is not None:
-                    service.residence.keep_for(found.keep_loaded_s)
                 if found.is_stream:
                     await _stream(found, answers, notes, stream)
                     return None

@@ -17,7 +17,7 @@ import numpy as np
 import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.loading.sample_prompts import PROMPTS
+from edgespec.loading.drafts import PROMPTS
 from edgespec.sampling.sampler import Sampler
 from edgespec.types import TokenIds
 

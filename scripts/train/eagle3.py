@@ -31,10 +31,18 @@ from numpy.typing import NDArray
 from edgespec.engines.base import Engine
 from edgespec.engines.head import DraftHead
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.onnx.eagle import load_eagle
+from edgespec.engines.onnx.file_heads import load_eagle
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import ConfigError, EdgespecError, ModelFileError
-from edgespec.export.check import Comparison, ExportRefused, Limits, compare_logits, limits_of, open_engine
+from edgespec.export.check import (
+    PROBE_TEXTS,
+    Comparison,
+    ExportRefused,
+    Limits,
+    compare_logits,
+    limits_of,
+    open_engine,
+)
 from edgespec.export.gguf.convert import (
     OUTPUT_TYPES,
     Tensors,
@@ -43,7 +51,6 @@ from edgespec.export.gguf.convert import (
     write_hyperparameters,
 )
 from edgespec.export.gguf.tokenizer import write_tokenizer
-from edgespec.export.reference import PROBE_TEXTS, Reference
 from edgespec.formats.architectures import (
     Architecture,
     Sizes,
@@ -63,8 +70,8 @@ PROBE_TOKENS, CHECKED_TOKENS = 12, 96
 CONTEXT = 320
 DRAFT_LENGTH = 5  # tokens of a draft that such heads are trained for
 ROWS_AT_ONCE = 4096
-FLOATS = Limits(0.05, 0.99, 1e-4)  # keys and values have half precision
-STORED = Limits(None, 0.90, 0.05)  # of weights and inputs in 8 bits
+FLOATS = Limits(0.99, 1e-4)  # keys and values have half precision
+STORED = Limits(0.90, 0.05)  # of weights and inputs in 8 bits
 
 # Hugging Face name -> (GGUF name, shape); t: target layers concatenated, w: draft vocabulary, i: embedding + state
 OUTER: Mapping[str, tuple[str, str]] = {
@@ -412,12 +419,12 @@ def check_heads(folder: Path, target_folder: Path, open_target: OpenTarget, path
     with open_target(tuple(sorted(plan.layers))) as target:
         token_ids = _probe_ids(target)
         states, vocabulary = states_of(target, token_ids), target.vocabulary
-    reference, stored = _reference(plan, target_folder, token_ids, states), read_head_file(path)
+    wanted, stored = _wanted(plan, target_folder, token_ids, states), read_head_file(path)
     floats, found = heads_of(plan, target_folder, token_ids[:1], states[:1]), {}
     floats = replace(floats, embedding=_embedding_of(plan, Checkpoint.open(target_folder), token_ids))
     for name, heads, kind, limits in (("as floats", floats, "F32", FLOATS), ("as stored", stored, "Q8_0", STORED)):
         with load_eagle(heads, vocabulary, heads.manifest.layers, threads=1, kind=kind) as head:
-            found[name] = _compared(reference, head, states)
+            found[name] = _compared(token_ids, wanted, head, states)
         refuse(found[name], limits, path)
     return found
 
@@ -511,31 +518,30 @@ def _embedding_of(plan: HeadPlan, target: Checkpoint, token_ids: NDArray[np.int3
     return Table(rows)
 
 
-def _reference(plan: HeadPlan, target_folder: Path, token_ids: NDArray[np.int32], states: Matrix) -> Reference:
+def _wanted(plan: HeadPlan, target_folder: Path, token_ids: NDArray[np.int32], states: Matrix) -> Matrix:
     """What the slow implementation scores behind every pair of a text, by the tokens that it can draft."""
     slow, width = NumpyHead.of(plan, target_folder), plan.target_width
     places = [sorted(plan.layers).index(layer) for layer in plan.layers]
     encoded = slow.encode(np.concatenate([states[:, place * width : (place + 1) * width] for place in places], axis=1))
     rows = [slow.decode(token_ids[at : at + 1], encoded[at - 1 : at])[0].copy() for at in range(1, token_ids.size)]
-    return Reference((token_ids,), (np.stack(rows),), None, "numpy")
+    return np.stack(rows)
 
 
-def _compared(reference: Reference, head: DraftHead, states: Matrix) -> Comparison:
-    (token_ids,), (wanted,) = reference.token_ids, reference.logits
+def _compared(token_ids: NDArray[np.int32], wanted: Matrix, head: DraftHead, states: Matrix) -> Comparison:
     encoded = head.encode(states)
     rows = [head.decode(token_ids[at : at + 1], encoded[at - 1 : at])[0].copy() for at in range(1, token_ids.size)]
     drafted = np.isfinite(wanted[0])
     found = np.stack(rows)[:, : wanted.shape[1]]
-    return compare_logits(replace(reference, logits=(wanted[:, drafted],)), [found[:, drafted]])
+    return compare_logits(wanted[:, drafted], found[:, drafted])
 
 
 def compare_head(plan: HeadPlan, target_folder: Path, target: LlamaCppEngine, path: Path) -> Comparison:
     """Compare the GGUF head in `path`, on an open target, with the slow implementation."""
     token_ids, cached = _probe_ids(target), CachedSequence(target)
     with target.load_head(path) as head:
-        cached.keep_layer_inputs(head.facts.layers)
+        cached.keep_features(True)
         cached.feed(token_ids)
-        features = cached.layer_inputs
+        features = cached.features
         assert features is not None
         behind = range(1, token_ids.size)
         wanted, found = (
@@ -543,7 +549,7 @@ def compare_head(plan: HeadPlan, target_folder: Path, target: LlamaCppEngine, pa
             for one, states in ((one, one.encode(features)) for one in (NumpyHead.of(plan, target_folder), head))
         )
     drafted = np.isfinite(wanted[0])
-    return compare_logits(Reference((token_ids,), (wanted[:, drafted],), None, "numpy"), [found[:, drafted]])
+    return compare_logits(wanted[:, drafted], found[:, drafted])
 
 
 def refuse(found: Comparison, limits: Limits, path: Path) -> None:

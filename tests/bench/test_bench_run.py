@@ -14,7 +14,7 @@ from bench_table import table_model
 from edgespec.bench.plot import check_plot, draw
 from edgespec.bench.prompts import BenchPrompt
 from edgespec.bench.report import report_of, table_lines
-from edgespec.bench.runner import Runner, Task, Trial, tasks_of
+from edgespec.bench.runner import Measurement, Runner, Task, Trial, first_divergence, tasks_of
 from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.installation import install_command
@@ -144,3 +144,17 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(tmp_path, mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(CapabilityError, match=re.escape(install_command("bench"))):
         check_plot(tmp_path / "x.png")
+
+
+# verify
+
+
+def test_verify_sees_a_log_probability_that_differs_where_it_may_not(model):
+    result = model.generate("abcabcabc", SAMPLING, dataclasses.replace(OPTIONS, logprobs=True))
+    plain = Measurement(result.stats, tuple(result.token_ids), tuple(result.logprobs))
+    assert first_divergence(plain, plain, exact=True) is None
+    logprobs = (*plain.logprobs[:3], plain.logprobs[3] - 1e-6)
+    changed = dataclasses.replace(plain, token_ids=plain.token_ids[:4], logprobs=logprobs)
+    found = first_divergence(plain, changed, exact=True)
+    assert found is not None and found.position == 3 and found.plain_token_id == found.drafted_token_id
+    assert first_divergence(plain, changed, exact=False).position == 4

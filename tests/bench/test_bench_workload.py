@@ -17,7 +17,7 @@ from edgespec.bench.prompts import (
     with_generated,
 )
 from edgespec.errors import PromptError
-from edgespec.loading.sample_prompts import PROMPTS
+from edgespec.loading.drafts import PROMPTS
 from table_engine import LetterVocabulary
 
 VOCABULARY = LetterVocabulary(12, end_id=11)

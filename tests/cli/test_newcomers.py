@@ -89,7 +89,7 @@ def test_a_file_without_its_suffix_is_found(folder: Path, monkeypatch: pytest.Mo
     for given in (f"{folder}/tiny", "downloads/tiny"):
         monkeypatch.chdir(folder.parent)
         line = refused("generate", given, "-p", "hi")
-        assert f"did you mean '{given}.gguf'?" in line and "pull" not in line
+        assert f"did you mean '{given}.gguf'?" in line and "edgespec pull" not in line
     monkeypatch.chdir(folder)
     assert "did you mean 'tiny.gguf'?" in refused("generate", "tiny", "-p", "hi")
     assert "did you mean 'tiny.gguf'?" in refused("generate", "demo", "-md", "tiny", "-p", "hi")
@@ -133,9 +133,9 @@ def test_a_name_may_begin_with_any_letter(folder: Path) -> None:
     [
         (["chat", "demo", "hello"], "edgespec run MODEL 'TEXT' answers one prompt"),
         (["chat", "demo", "-p", "hello"], "edgespec run MODEL 'TEXT' answers one prompt"),
-        (["generate", "-p", "x", "-n", "-2"], "leave it out for an answer of any length"),
+        (["generate", "-p", "x", "-n", "-2"], "must be -1 or a whole number of at least 1"),
         (["generate", "-p", "x", "-c", "-1"], "0 or max is the model's own"),
-        (["generate", "-p", "x", "-t", "0"], "leave it out to use the free fast cores"),
+        (["generate", "-p", "x", "-t", "0"], "must be a whole number of at least 1"),
         (["pull", "demo"], "is already on this machine; run it with: edgespec chat demo"),
     ],
 )
@@ -151,7 +151,7 @@ def test_a_file_is_not_to_be_pulled(folder: Path) -> None:
 def test_a_folder_that_cannot_be_converted_is_refused_before_packages_are_asked_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgespec.export.reference.find_spec", lambda name: None)
+    monkeypatch.setattr("edgespec.export.check.find_spec", lambda name: None)
     assert "no model.safetensors" in refused("export", str(folder))
     assert f"no folder '{folder}/x'" in refused("export", f"{folder}/x")
     assert f"no folder '{folder}/x'" in refused("export", "org/model", "--draft", f"{folder}/x")
@@ -175,7 +175,7 @@ def test_an_unknown_variable_names_one_that_is_alike(monkeypatch: pytest.MonkeyP
 def test_a_broken_schema_is_named(folder: Path) -> None:
     file = folder / "answer.json"
     file.write_text('{"type": "object",')
-    assert "answer.json' is not valid JSON" in refused("generate", "-p", "x", "--json-schema", str(file))
+    assert "--json-schema is not valid JSON" in refused("generate", "-p", "x", "--json-schema", str(file))
 
 
 def test_a_byte_order_mark_is_no_part_of_a_file(folder: Path) -> None:

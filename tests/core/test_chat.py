@@ -174,12 +174,6 @@ def ten_per_message(messages: list[dict[str, object]]) -> int:
     return 10 * len(messages)
 
 
-def test_a_conversation_that_fits_is_left_alone():
-    conversation = exchanges(4)
-    assert fit_context(conversation, ten_per_message, context_length=100, reserve=20) == 0
-    assert conversation == exchanges(4)
-
-
 def test_overflow_drops_the_oldest_and_leaves_room_to_reuse_the_cache():
     conversation = exchanges(4, "be brief")
     conversation.ask("question 4")

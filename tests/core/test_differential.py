@@ -105,7 +105,6 @@ def test_speculation_changes_no_event(name: str) -> None:
         drafter, constraints = MAKERS[name](target), Constraints()
         cached, other = CachedSequence(target), CachedSequence(target, 1)
         cached.keep_features(drafter.wants_features)
-        cached.keep_layer_inputs(drafter.wants_layers)
         controller, text = FixedLength(drafter, rng.choice([1, 3, 20])), list[int]()
         for _ in range(3):  # turns, which may go on from any part of the text
             text = text[: rng.randrange(len(text) + 1)] + rng.choices(range(VOCABULARY), k=rng.choice([1, 2, 10]))

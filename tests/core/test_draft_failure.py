@@ -105,7 +105,7 @@ def test_an_eagle3_head_reads_its_pairs_again_after_a_failure() -> None:
 
     def ask(text: TokenIds) -> int:
         features = np.ones((text.size - 1, len(LAYERS) * VOCABULARY), np.float32)
-        return drafter.draft(DraftRequest(text, 4, sampler, layer_inputs=features)).num_tokens
+        return drafter.draft(DraftRequest(text, 4, sampler, features=features)).num_tokens
 
     ask(text[:14])
     decode, calls = head.decode, iter(range(9))

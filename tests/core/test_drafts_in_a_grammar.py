@@ -37,7 +37,8 @@ def written(
     target.rollback(0)
     constraint = Constraints().of(Grammar("regex", regex), target.vocabulary, PROMPT.size)
     sequence = CachedSequence(target, 0)
-    sequence.keep_layer_inputs(LAYERS)
+    target.state_layers = LAYERS
+    sequence.keep_features(True)
     sampler = Sampler(sampling, target.vocabulary.size, constraint)
     run = Run(sequence, PROMPT, sampler, StopRules(target.vocabulary.end_ids, (), 60))
     rule = RULES["coupled"]

@@ -34,7 +34,6 @@ def contents(*messages: Any) -> list[str]:
         ({"content": [{"type": "document", "source": {"type": "text", "data": "b"}, "title": "T"}]}, "T\nb"),
         ({"content": [{"type": "document", "source": {"type": "base64", "data": "AAAA"}}]},
          "[document left out: this model reads text only]"),
-        ({"content": [{"type": "search_result", "title": "T", "content": [{"type": "text", "text": "b"}]}]}, "T\nb"),
     ],
 )  # fmt: skip
 def test_a_tool_result_is_what_text_it_has(result: dict[str, Any], text: str) -> None:
@@ -64,19 +63,6 @@ def test_an_image_is_refused_in_the_question_only() -> None:
     for waiting in ([asked], [asked, {"role": "assistant", "content": "It is"}], [QUESTION, CALL, asked]):
         with pytest.raises(PromptError, match="image_url"):
             checked_messages(waiting)
-
-
-def test_calls_and_results_under_openais_first_names() -> None:
-    called = {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": '{"a": 1}'}}
-    _, call, result = checked_messages([QUESTION, called, {"role": "function", "name": "look", "content": "ok"}])
-    assert call["tool_calls"][0]["function"] == {"name": "look", "arguments": {"a": 1}} and "function_call" not in call
-    assert result["role"] == "tool"
-
-
-def test_a_call_with_a_text_in_place_of_json() -> None:
-    call = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "*** Begin"}}
-    (message,) = checked_messages([{"role": "assistant", "content": "", "tool_calls": [call]}])
-    assert message["tool_calls"][0]["function"] == {"name": "patch", "arguments": {"input": "*** Begin"}}
 
 
 def test_a_template_that_raises_for_a_text_gets_broken_arguments_as_one_argument() -> None:

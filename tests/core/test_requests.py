@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from functools import partial
@@ -43,10 +44,10 @@ def test_a_sampling_setting_that_is_no_whole_number(name: str, value: Any) -> No
         Sampling(**{name: value})
 
 
-@pytest.mark.parametrize(("name", "value"), [("top_p", 1.5), ("min_p", -0.1), ("repeat_penalty", 0.0), ("top_k", -2)])
-def test_a_sampling_setting_just_out_of_its_range(name: str, value: float) -> None:
-    with pytest.raises(SamplingError, match=name):
-        Sampling(**{name: value})
+def test_a_sampling_setting_just_out_of_its_range() -> None:
+    for name, value in {"top_p": 1.5, "min_p": -0.1, "repeat_penalty": 0.0, "top_k": -2}.items():
+        with pytest.raises(SamplingError, match=name):
+            Sampling(**{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bias", [{1: math.inf}, {1: math.nan}, {1: 1e39}, {1: True}, {1: "2"}, {1.5: 1.0}, {"1": 1.0},
@@ -109,38 +110,26 @@ COUNTS = ("threads", "context_length", "draft_context_length", "gpu_layers", "dr
 FACTORS = ("draft_length", "max_slowdown")
 
 
+WRONG: dict[str, tuple[Any, ...]] = {"must be": (True, "7", [1], 10**5000, math.nan), "True or False": ("no", 0, 1.0)}
+WRONG |= {"allowed": (["auto"], 5, b"auto"), "must be a path": (["auto"], 5, b"auto")}
+
+
 @pytest.mark.parametrize(
-    "kind, name",
+    "kind, names, said",
     [
-        *((LoadOptions, name) for name in COUNTS + FACTORS),
-        (GenerateOptions, "max_tokens"),
-        (GenerateOptions, "draft_length"),
+        (LoadOptions, COUNTS + FACTORS, "must be"),
+        (GenerateOptions, ("max_tokens", "draft_length"), "must be"),
+        (LoadOptions, ("reproducible", "corpus", "learn"), "True or False"),
+        (GenerateOptions, ("ignore_eos", "logprobs"), "True or False"),
+        (SessionOptions, ("chat_template", "stats"), "True or False"),
+        (LoadOptions, ("engine", "drafter", "verify", "provider", "cache_type_k"), "allowed"),
+        (LoadOptions, ("draft", "heads"), "must be a path"),
     ],
 )
-@pytest.mark.parametrize("value", [True, "7", [1], HUGE, math.nan])
-def test_an_option_that_is_no_number(kind: Any, name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match="must be"):
-        kind(**{name: value})
-
-
-@pytest.mark.parametrize(
-    "kind, name", [*((LoadOptions, name) for name in ("reproducible", "corpus", "learn")),
-                   *((GenerateOptions, name) for name in ("ignore_eos", "logprobs")),
-                   *((SessionOptions, name) for name in ("chat_template", "stats"))]
-)  # fmt: skip
-@pytest.mark.parametrize("value", ["no", 0, 1.0])
-def test_an_option_that_is_not_a_bool(kind: Any, name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match="must be True or False"):
-        kind(**{name: value})
-
-
-@pytest.mark.parametrize("name", ["engine", "drafter", "verify", "provider", "cache_type_k", "draft", "heads"])
-def test_an_option_that_is_no_name(name: str) -> None:
-    for value in (["auto"], 5, b"auto"):
-        with pytest.raises(
-            ConfigError, match="allowed" if name not in ("draft", "heads") else f"{name} must be a path"
-        ):
-            LoadOptions(**{name: value})  # type: ignore[arg-type]
+def test_an_option_of_another_kind(kind: Any, names: tuple[str, ...], said: str) -> None:
+    for name, value in itertools.product(names, WRONG[said]):
+        with pytest.raises(ConfigError, match=said):
+            kind(**{name: value})
 
 
 # -- conversations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from click.testing import CliRunner
 
 import edgespec
 from demo import TEST_THREADS
-from edgespec import GenerateOptions, Sampling
 from edgespec.cli.main import cli
 from edgespec.errors import ConfigError
 from tiny_gguf import TEMPLATE, Shape, write_model
@@ -69,18 +67,3 @@ def test_a_file_that_cannot_be_read_is_refused_by_every_command(base: Path, tmp_
         for command in (["generate", "-p", "x"], ["chat"], ["serve", "--port", "0"]):
             found = CliRunner().invoke(cli, [*command, str(base), "--chat-template-file", str(path)])
             assert found.exit_code == 2 and said in found.stderr, found.output
-
-
-def test_reasoning_of_a_result_is_told_apart(base: Path, tmp_path: Path) -> None:
-    pytest.importorskip("llguidance")
-    path = written(tmp_path, TEMPLATE + "{# <think> #}")
-    options = GenerateOptions(max_tokens=80, regex="<think>a plan</think>\\n\\nyes")
-    with edgespec.load(base, chat_template_file=path, threads=TEST_THREADS, reproducible=False) as model:
-        result = model.chat(HELLO, Sampling(temperature=0.0), options).result()
-        assert model.split_reasoning(result) == ("a plan", "yes")
-        cut = model.chat(HELLO, Sampling(temperature=0.0), replace(options, stop="es")).result()
-        assert model.split_reasoning(cut) == ("a plan", "y")
-    path.write_text(TEMPLATE)
-    with edgespec.load(base, chat_template_file=path, threads=TEST_THREADS, reproducible=False) as model:
-        result = model.chat(HELLO, Sampling(temperature=0.0), options).result()
-        assert model.split_reasoning(result) == ("", result.text), "this template knows no reasoning"

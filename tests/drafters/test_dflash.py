@@ -134,19 +134,18 @@ def test_after_many_rejected_drafts_the_head_knows_the_text_and_nothing_else(
     load = {"threads": TEST_THREADS, "context_length": 256, "reproducible": True}
     with LlamaCppEngine.load(target_path, **load) as target, target.load_head(head_path) as head:
         drafter, cached = DFlashDrafter(head, WINDOW), CachedSequence(target)
-        cached.keep_layer_inputs(drafter.wants_layers)
+        cached.keep_features(True)
         prompt, stop = np.arange(40, 60, dtype=np.int32), StopRules(frozenset(), (), 60)
         run = Run(cached, prompt, Sampler(Sampling(temperature=0.8, seed=5), NUM_TOKENS), stop, logprobs=False)
         events = list(speculative(run, FixedLength(drafter, 5), RULES["coupled"]))
         assert run.stats.drafted_tokens - run.stats.accepted_tokens > 100
         text = np.array([*prompt, *(event.token_id for event in events)], np.int32)[: head.end]
-        cached.keep_layer_inputs(())
         target.rollback(0)
-        target.give_layer_inputs(head.facts.layers)
+        target.give_hidden_states(True)
         parts = []
         for part in (text[:40], text[40:]):
             target.forward(Batch.chain(part, last_only=True))
-            parts.append(target.layer_inputs())
+            parts.append(target.hidden_states())
         found = head.block(7)[0].copy()
         head.restart(0)
         head.inject(np.concatenate(parts))

@@ -12,7 +12,6 @@ import pytest
 from numpy.typing import NDArray
 
 import edgespec
-import tiny_gemma4
 from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.config.options import LoadOptions
@@ -230,13 +229,6 @@ def test_a_faulty_file_is_named(tmp_path: Path, metadata: dict[str, Any], words:
     path = write_drafter(tmp_path / "faulty.gguf", metadata=metadata)
     with pytest.raises(ModelFileError, match=words):
         try_head(path)
-
-
-def test_a_file_of_a_fork_says_so(tmp_path: Path, target_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny_gemma4, "DRAFTER", "gemma4_assistant")
-    path = write_drafter(tmp_path / "fork.gguf")
-    with pytest.raises(ModelFileError, match=r"a fork of llama\.cpp wrote it.*mtp-\*\.gguf"):
-        edgespec.load(str(target_path), draft=str(path), threads=1)
 
 
 def test_a_head_beside_the_file_that_is_named_for_it_is_found(tmp_path: Path) -> None:

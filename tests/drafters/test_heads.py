@@ -11,18 +11,15 @@ import struct
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import numpy as np
 import pytest
-from threadpoolctl import threadpool_info, threadpool_limits
 
 import edgespec
 from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import DraftRequest
-from edgespec.engines.file_heads import one_blas_thread
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
 from edgespec.formats.head_file import read_head_file, write_head_file
@@ -408,24 +405,3 @@ def test_heads_read_the_inputs_of_their_layers_among_those_given() -> None:
     expected[:, 0] += 0.5 * third[:, 0] / np.sqrt((third**2).mean(1))
     expected[:, 1] += 0.5 * seventh[:, 0] / np.sqrt((seventh**2).mean(1))
     np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_drafts_in_two_threads_give_blas_its_threads_back() -> None:
-    def threads() -> list[int]:
-        return [each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"]
-
-    inside, leave = Event(), Event()
-
-    def draft() -> None:
-        with one_blas_thread():
-            inside.set()
-            leave.wait(10)
-
-    other = Thread(target=draft)
-    with threadpool_limits(2, "blas"):
-        with one_blas_thread():
-            other.start()
-            assert inside.wait(10) and set(threads()) <= {1}
-        leave.set()
-        other.join()
-        assert set(threads()) <= {2}

@@ -71,7 +71,7 @@ def test_a_sound_file_passes_and_its_header_is_read(sound):
     assert header.architecture == "llama"
     assert header.context_length == SHAPE.context
     assert len(header.tensors) == 12
-    assert header.metadata["tokenizer.ggml.tokens"][0] == TOKENS[0].encode()
+    assert header.tokens[0] == TOKENS[0].encode()
     assert sum(tensor.num_bytes for tensor in header.tensors) <= header.data_bytes
 
 

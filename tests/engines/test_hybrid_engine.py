@@ -12,14 +12,13 @@ import pytest
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.cached_text import PROMPT_END
-from edgespec.engines.checkpoints import MOST_CHECKPOINTS
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.model_use import ModelUse
+from edgespec.engines.model_use import MOST_CHECKPOINTS, ModelUse
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint
 from edgespec.engines.onnx.hybrid_engine import LOG, HybridEngine
 from edgespec.engines.onnx.kernel_head import load_drafter
+from edgespec.engines.sequence import PROMPT_END
 from edgespec.errors import BatchError, Cancelled, CapabilityError, StateError
 from edgespec.installation import has_engine
 from edgespec.kernels.library import library_path

@@ -12,23 +12,11 @@ import pytest
 pytest.importorskip("gguf", reason="conversion needs the package gguf: scripts/run.py install export")
 safetensors = pytest.importorskip("safetensors.numpy", reason="writing test folders needs the package safetensors")
 
-from gguf.gguf_reader import GGUFReader  # noqa: E402
 
 from demo import DEMO, change_json, changed_copy  # noqa: E402
 from edgespec.errors import ModelFileError  # noqa: E402
 from edgespec.export.gguf.convert import convert  # noqa: E402
 from edgespec.installation import install_command  # noqa: E402
-
-
-def test_metadata_of_the_tokenizer(tmp_path: Path):
-    convert(DEMO / "hf" / "draft", tmp_path / "out.gguf", "f32", licence="mit")
-    fields = GGUFReader(tmp_path / "out.gguf").fields
-    assert fields["tokenizer.ggml.model"].contents() == "gpt2"
-    assert fields["tokenizer.ggml.pre"].contents() == "qwen2"
-    assert fields["tokenizer.ggml.add_bos_token"].contents() is False
-    assert fields["tokenizer.ggml.bos_token_id"].contents() == 0
-    assert fields["general.license"].contents() == "mit"
-    assert fields["tokenizer.chat_template"].contents() == (DEMO / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +38,7 @@ def test_metadata_of_the_tokenizer(tmp_path: Path):
         ),
         (lambda f: change_json(f / "tokenizer.json", pre_tokenizer=None), "splits text by None"),
         (lambda f: change_json(f / "tokenizer_config.json", eos_token="</s>"), "eos_token '</s>', which .* lacks"),
-        (lambda f: (f / "model.safetensors").unlink(), r"has no model\*\.safetensors"),
+        (lambda f: (f / "model.safetensors").unlink(), r"has no model\.safetensors"),
     ],
 )
 def test_a_bad_folder_is_refused_and_nothing_is_left(tmp_path: Path, break_it: Any, message: str):
@@ -71,4 +59,4 @@ def test_the_shipped_gguf_is_the_shipped_checkpoint(tmp_path: Path, role: str):
 def test_a_missing_package_is_named():
     code = "import sys; sys.modules['gguf'] = None; import edgespec.export.gguf"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert f"CapabilityError: converting to GGUF needs the package gguf: {install_command('convert')}" in done.stderr
+    assert f"CapabilityError: an export needs gguf: {install_command('convert')}" in done.stderr

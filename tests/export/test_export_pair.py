@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,25 @@ import pytest
 pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
 
 from demo import DEMO, change_json, changed_copy
-from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, StateError, UsageError
 from edgespec.export import room
-from edgespec.export.check import Comparison, ExportRefused, compare, limits_of, open_engine
+from edgespec.export.check import (
+    Comparison,
+    ExportRefused,
+    Reference,
+    check_round_trip,
+    compare,
+    compare_logits,
+    engine_reference,
+    limits_of,
+    open_engine,
+    token_names,
+)
 from edgespec.export.gguf.convert import GGUF_QUANTS
 from edgespec.export.hub import card_licence, find_source, local_source, recommended_sampling
-from edgespec.export.reference import PROBE_TEXTS, Reference, check_round_trip, token_names
 from edgespec.export.request import ONNX_QUANTS, ExportRequest, parse_formats, parse_quants
 from edgespec.export.room import read_facts
-from edgespec.export.workspace import Artefact, Workspace, opened, write_manifest
-from edgespec.types import Batch
+from edgespec.export.workspace import opened, write_manifest
 from tiny_graphs import export_gguf
 
 TARGET, DRAFT = DEMO / "hf" / "target", DEMO / "hf" / "draft"
@@ -71,10 +80,10 @@ def test_facts_come_from_headers():
     assert facts.architecture == "LlamaForCausalLM"
     assert facts.num_parameters == 8_131_328
     assert (facts.num_layers, facts.vocabulary_size, facts.context_length) == (9, 4096, 2048)
-    assert facts.table_parameters == facts.largest_parameters == 4096 * 256
+    assert facts.table_parameters == 4096 * 256
 
 
-@pytest.mark.parametrize("quant", ["f32", "f16", "q8_0", "q4_k_m"])
+@pytest.mark.parametrize("quant", ["f16", "q4_k_m"])
 def test_planned_sizes_are_close_and_on_the_safe_side(tmp_path, quant):
     export_gguf(TARGET, tmp_path / "x.gguf", quant)
     planned = read_facts(local_source(TARGET)).output_bytes("gguf", quant)
@@ -82,34 +91,30 @@ def test_planned_sizes_are_close_and_on_the_safe_side(tmp_path, quant):
     assert size <= planned <= 1.15 * size
 
 
-def needs(**request: Any) -> room.Needs:
+def needs(**request: Any) -> tuple[int, int]:
+    """Disk and memory of an export, in bytes."""
     wanted = ExportRequest("a", Path("b"), **{"quants": {"gguf": "q8_0"}, **request})
-    return room.needs_of(wanted, {"target": read_facts(local_source(TARGET))})
+    facts = {"target": read_facts(local_source(TARGET))}
+    return room.disk_bytes(wanted, facts), room.memory_bytes(wanted, facts)
 
 
 def test_every_output_and_temporary_file_is_planned():
-    straight, rounded = needs(), needs(quants={"gguf": "q4_k_m"})
-    assert straight.temporary_bytes == 0
-    assert rounded.temporary_bytes == 2 * 8_131_328  # a 16-bit file stands between
-    both = needs(quants={"gguf": "q8_0", "onnx": "int8"})
-    assert both.output_bytes > 2 * straight.output_bytes
-    written = needs(quants={"onnx": "int8"}, check=False)
-    assert written.temporary_bytes == (TARGET / "model.safetensors").stat().st_size  # the weights as a GGUF
-    whole = needs(quants={"onnx": "int8"}, exporter="optimum")
-    assert whole.temporary_bytes >= 4 * 8_131_328  # a float32 graph stands between
-    assert needs(check=True).memory_bytes > needs(check=False).memory_bytes + 4 * 8_131_328
+    straight, weights = needs()[0], (TARGET / "model.safetensors").stat().st_size
+    assert needs(quants={"gguf": "f16"})[0] > 1.8 * straight
+    assert needs(quants={"gguf": "q4_k_m"})[0] > 0.5 * straight + weights  # a 16-bit file stands between
+    assert needs(quants={"gguf": "q8_0", "onnx": "int8"})[0] > 2 * straight + weights
+    assert needs(quants={"onnx": "int8"}, exporter="optimum")[0] > 4 * 8_131_328  # a float32 graph does
+    assert needs()[1] > needs(check=False)[1]
 
 
-def test_too_little_disk_is_refused_with_both_numbers(tmp_path, monkeypatch):
+def test_too_little_disk_or_memory_is_refused_with_both_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(room, "free_bytes", lambda place: 5_000_000)
     with pytest.raises(CapabilityError, match=r"not enough disk: the export needs 9\.0\d MB in .*, 5 MB are free"):
-        room.check_room(needs(check=False), tmp_path / "new" / "pair", None)
-
-
-def test_too_little_memory_is_refused_with_both_numbers(tmp_path, monkeypatch):
+        room.check_room(tmp_path / "new" / "pair", *needs(check=False))
+    monkeypatch.undo()
     monkeypatch.setattr(room, "free_memory", lambda: 300_000_000)
     with pytest.raises(CapabilityError, match=r"not enough memory: .* needs \d{3} MB, 300 MB are available"):
-        room.check_room(needs(check=False), tmp_path / "pair", None)
+        room.check_room(tmp_path / "pair", *needs(check=False))
 
 
 # sources
@@ -140,11 +145,8 @@ def test_a_folder_without_usable_weights_says_what_it_has(tmp_path, files, said)
     [
         ("---\nlanguage: en\nlicense: apache-2.0\n---\n# X", "apache-2.0"),
         ("---\nlicense: other\nlicense_name: tongyi\n---\n", "tongyi"),
-        ("---\nlicense:\n- mit\ntags: [a]\n---\n", "mit"),
-        ('---\nlicense: "gpl-3.0"\n---\n', "gpl-3.0"),
-        ("---\r\nlicense: mit\r\n---\r\n", "mit"),
+        ("---\r\nlicense:\r\n- mit\r\n---\r\n", "mit"),
         ("# no front matter\nlicense: mit\n", ""),
-        ("---\nlicense_link: x\n---\n", ""),
         (None, ""),
     ],
 )
@@ -160,7 +162,6 @@ def test_the_licence_is_the_model_cards(tmp_path, card, licence):
         ('{"do_sample": true, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}', (0.6, 20, 1.1)),
         ('{"do_sample": true, "temperature": -1, "top_k": 20}', (None, 20, None)),
         ('{"temperature": 0.6}', (None, None, None)),
-        ("[]", (None, None, None)),
         ("not json", (None, None, None)),
     ],
 )
@@ -171,13 +172,6 @@ def test_sampling_comes_from_the_generation_settings(tmp_path, settings, wanted)
 
 
 # workspaces
-
-
-def finish(workspace: Workspace, role: str) -> Artefact:
-    made = Artefact("gguf", role, "q8_0", f"{role}.gguf")
-    (workspace.pair / made.path).write_text("weights")
-    workspace.finish(made)
-    return made
 
 
 def old_pair(output: Path) -> Path:
@@ -192,7 +186,7 @@ def test_an_old_pair_is_replaced_only_when_asked_and_only_at_the_end(tmp_path):
     with pytest.raises(UsageError, match="--force"), opened(output, replace=False):
         pass
     with opened(output, replace=True) as workspace:
-        finish(workspace, "target")
+        (workspace.pair / "target.gguf").write_text("weights")
         assert (output / "old.gguf").exists()
         workspace.publish()
     assert [path.name for path in output.iterdir()] == ["target.gguf"]
@@ -209,7 +203,7 @@ def test_a_replacement_that_fails_between_its_renames_is_undone(tmp_path, monkey
 
     monkeypatch.setattr(Path, "replace", refuse)
     with pytest.raises(OSError, match="Input/output error"), opened(output, replace=True) as workspace:
-        finish(workspace, "target")
+        (workspace.pair / "target.gguf").write_text("weights")
         workspace.publish()
     assert (output / "old.gguf").exists() and [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -275,13 +269,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     path = tmp_path_factory.mktemp("reference") / "f32.gguf"
     export_gguf(DRAFT, path, "f32")
     with open_engine("gguf", path, 320, 1) as engine:
-        texts = [engine.vocabulary.encode(text)[:64] for text in PROBE_TEXTS.values()]
-        texts.append([token_id for text in texts for token_id in text][:256])
-        logits = []
-        for ids in texts:
-            engine.rollback(0)
-            logits.append(engine.forward(Batch.chain(ids)).copy())
-    return Reference(tuple(np.array(ids, np.int32) for ids in texts), tuple(logits), None, "edgespec")
+        return engine_reference(engine, "edgespec")
 
 
 def exported(folder: Path, path: Path, quant: str, reference: Reference) -> Comparison:
@@ -294,8 +282,8 @@ def exported(folder: Path, path: Path, quant: str, reference: Reference) -> Comp
 def test_an_honest_export_passes(tmp_path, reference, quant):
     found = exported(DRAFT, tmp_path / "x.gguf", quant, reference)
     assert found.complaint(limits_of(quant)) == ""
-    assert found.num_tokens == sum(ids.size for ids in reference.token_ids)
-    assert (found.max_difference == 0) == (quant == "f32")
+    assert found.num_tokens == reference.token_ids.size == 320
+    assert (found.mean_kl == 0) == (quant == "f32")
 
 
 @pytest.mark.parametrize("quant", ["f32", "bf16", "q8_0"])
@@ -311,43 +299,24 @@ def test_another_models_weights_are_found_at_any_quantisation(tmp_path, referenc
         assert "mean KL" in found.complaint(limits_of(quant)), quant
 
 
-def test_another_begin_of_text_is_refused(tmp_path, reference):
-    export_gguf(DRAFT, tmp_path / "x.gguf", "q8_0")
-    expecting = Reference(reference.token_ids, reference.logits, 0, "another engine")
+def test_another_begin_of_text_is_refused(reference):
+    expecting = replace(reference, begins_with=0, version="another engine")
     with (
-        LlamaCppEngine.load(tmp_path / "x.gguf", context_length=320, threads=1, reproducible=False) as engine,
+        open_engine("gguf", DEMO / "demo-draft-q8_0.gguf", 320, 1) as engine,
         pytest.raises(ExportRefused, match="begins texts with token None, another engine with 0"),
     ):
         compare(expecting, engine)
 
 
-def test_a_comparison_adds_up(tmp_path):
-    """Against logits that differ by known amounts: two of four rows flip, the first of which is no part of the KL."""
-    path = tmp_path / "x.gguf"
-    export_gguf(DRAFT, path, "f32")
-    ids = np.array([5, 6, 7, 8], np.int32)
-    with open_engine("gguf", path, 64, 1) as engine:
-        real = engine.forward(Batch.chain(ids)).copy()
-        moved = real.copy()
-        top, lowest = int(real[2].argmax()), int(real[2].argmin())
-        moved[2, [top, lowest]] = real[2, [lowest, top]]
-        first = [int(real[0].argmax()), int(real[0].argmin())]
-        moved[0, first] = real[0, first[::-1]]
-        found = compare(Reference((ids,), (moved,), None, ""), engine)
-    softmax = np.exp(real[2].astype(np.float64) - real[2].max())
-    softmax /= softmax.sum()
-    wanted_kl = (softmax[top] - softmax[lowest]) * float(real[2, top] - real[2, lowest]) / 3
-    decided = np.diff(np.sort(moved[1:], axis=1)[:, -2:], axis=1)[:, 0] >= 0.1 * moved.std()
-    assert found.mean_kl == pytest.approx(wanted_kl, rel=1e-5)
-    largest = np.ptp(real[[0, 2]], axis=1).max()
-    assert found.max_difference == pytest.approx(largest / moved.std(), rel=1e-5)
-    assert found.top1_agreement == pytest.approx(1 - 1 / decided.sum())
-
-
-def test_every_quantisation_has_limits_that_widen_with_rounding():
-    order = ["f32", "f16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q2_k"]
-    limits = [limits_of(quant) for quant in order]
-    assert [one.max_kl for one in limits] == sorted(one.max_kl for one in limits)
-    assert [one.min_agreement for one in limits] == sorted((one.min_agreement for one in limits), reverse=True)
-    assert limits_of("int8") == limits_of("q8_0")
-    assert limits_of("int4") == limits_of("q4_0") == limits_of("iq4_nl")
+def test_a_comparison_adds_up():
+    """Of logits that differ by known amounts: two of four rows flip, the first of which is left out."""
+    real = np.random.default_rng(0).standard_normal((4, 50), np.float32)
+    real[:, 7] += 4  # a clear lead
+    moved = real.copy()
+    moved[[0, 2]] = np.roll(real[[0, 2]], 1, axis=1)
+    p = np.exp(real[2].astype(np.float64)) / np.exp(real[2].astype(np.float64)).sum()
+    wanted = (p * (real[2] - moved[2])).sum() / 3
+    padded = np.pad(moved, ((0, 0), (0, 6)), constant_values=99)
+    found = compare_logits(real, padded)
+    assert (found.num_tokens, found.top1_agreement) == (4, pytest.approx(2 / 3))
+    assert found.mean_kl == pytest.approx(wanted, rel=1e-5)

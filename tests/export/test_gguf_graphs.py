@@ -6,14 +6,11 @@ Random models of every architecture, made by our own converter to GGUF, and the 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime
 import pytest
 
 pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
@@ -21,16 +18,11 @@ pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.p
 import gguf
 
 from demo import DEMO, TEST_THREADS
-from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.onnx import OnnxEngine
-from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.gguf.convert import convert
 from edgespec.export.gguf.tokenizer import check_tokenizer
-from edgespec.export.onnx.weights import GgufWeights
-from edgespec.export.onnx.writer import open_gguf
-from edgespec.export.reference import check_round_trip
-from edgespec.export.request import GROUP_SIZES
+from edgespec.export.onnx.writer import GgufWeights, open_gguf
 from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.onnx.forms import quantise_blocks
 from edgespec.formats.onnx.llama_config import WRITABLE
@@ -75,27 +67,6 @@ def test_other_types_lose_little(case: str, tiny: Callable[[str], Path], tmp_pat
 LOSSES = {"int8": 0.006, "int4": 0.6}
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama-bpe", "smollm", "qwen2", "gpt-2", "tekken", "gpt-4o", "llama-spm", "gemma-spm"]
-)
-@NEEDS_LLAMA
-def test_tokenizers_are_those_of_the_file(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(SETTINGS, "smollm2", (SETTINGS["smollm2"][0], kind))
-    path = tmp_path / "tiny.gguf"
-    convert(write_checkpoint(tmp_path / "source", "smollm2"), path, "f32")
-    folder = graph(path, tmp_path / "made").parent
-    assert check_tokenizer(folder, path) > 200
-    check_round_trip(folder)
-    with VocabularyFile(path) as theirs:
-        ours = TokenizerFile(folder, theirs.size)
-        for key in ("bos_id", "eos_id", "adds_bos", "end_ids", "chat_template"):
-            assert getattr(ours, key) == getattr(theirs, key), key
-        start = ours.token_names().index("<|start|>")  # which llama.cpp prints, whatever its kind, for one model's sake
-        assert [p for at, p in enumerate(ours.pieces) if at != start] == [
-            p for at, p in enumerate(theirs.pieces) if at != start
-        ]
-
-
 @NEEDS_LLAMA
 @pytest.mark.parametrize("name", ["smaug-bpe", "dbrx", "chatglm-bpe", "glm4", "seed-coder", "exaone4", "refact"])
 def test_splitters_that_exports_do_not_write(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -119,29 +90,6 @@ def test_the_types_of_llama_cpp_are_read(quant: str, tmp_path: Path):
         json.loads((DEMO / "hf" / "target" / "config.json").read_text())["vocab_size"] // (IDS + 2), np.int32
     )
     assert mean_kl(logits(graph(path, tmp_path / "made"), ids), logits(path, ids)) < 0.005
-
-
-def test_an_int8_graph_is_that_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The operators of the demo's export with their settings: classes of equal bits and times are those of today."""
-    monkeypatch.setitem(GROUP_SIZES, "int8", 32)  # as the demo was written
-    path = graph(DEMO / "demo-target-q8_0.gguf", tmp_path / "made", "int8")
-    ours, theirs = (
-        onnx.load(where, load_external_data=False).graph for where in (path, DEMO / "onnx/target/model.onnx")
-    )
-
-    def described(found: Any) -> Counter[Any]:
-        skipped = {"Constant", "Identity", "Reshape"}
-        return Counter(
-            (node.op_type, node.name, tuple(sorted(str(a) for a in node.attribute if a.name != "epsilon")))
-            for node in found.node
-            if node.op_type not in skipped and "subgraph" not in node.name
-        )
-
-    assert described(ours) == described(theirs)
-    names = {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in ours.initializer if "Q8" in tensor.name}
-    assert names == {t.name: (t.data_type, tuple(t.dims)) for t in theirs.initializer if "Q8" in t.name}
-    size = sum(file.stat().st_size for file in path.parent.glob("model.onnx*"))
-    assert size < 1.1 * sum(file.stat().st_size for file in (DEMO / "onnx/target").glob("model.onnx*"))
 
 
 @pytest.mark.parametrize("quant", ["int8", "Q4_0", "Q4_1"])
@@ -178,33 +126,6 @@ def test_blocks_are_rounded_to_the_nearest_code(bits: int, size: int):
     np.testing.assert_allclose(np.abs(scales[used]) * middle, extremes[used], rtol=1e-6)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_group_of_zeros_adds_nothing(bits: int):
-    """ONNX Runtime's products of groups round; what is zero must not become a thousandth through that."""
-    size, outputs, inputs = 32, 8, 512
-    rows = np.random.default_rng(1).standard_normal((outputs, inputs), np.float32)
-    rows[3] = 0
-    codes, scales = quantise_blocks(rows, bits, size)
-    node = onnx.helper.make_node(
-        "MatMulNBits", ["x", "codes", "scales"], ["y"], domain="com.microsoft",
-        K=inputs, N=outputs, bits=bits, block_size=size, accuracy_level=4,
-    )  # fmt: skip
-    floats = onnx.TensorProto.FLOAT
-    body = onnx.helper.make_graph(
-        [node],
-        "product",
-        [onnx.helper.make_tensor_value_info("x", floats, ["n", inputs])],
-        [onnx.helper.make_tensor_value_info("y", floats, ["n", outputs])],
-        [onnx.numpy_helper.from_array(codes, "codes"), onnx.numpy_helper.from_array(scales, "scales")],
-    )
-    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
-    model = onnx.helper.make_model(body, opset_imports=opsets, ir_version=10)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    x = 10 * np.abs(np.random.default_rng(2).standard_normal((4, inputs), np.float32))
-    (y,) = session.run(None, {"x": x})
-    assert np.abs(y[:, 3]).max() < 1e-30 < 1 < np.abs(np.delete(y, 3, axis=1)).max()
-
-
 def test_what_is_not_known_is_refused_by_name(tmp_path: Path):
     def refused(message: str, *, tensors: Any = None, **metadata: Any) -> None:
         named = {f"llama.{key.replace('__', '.')}": value for key, value in metadata.items()}
@@ -238,7 +159,7 @@ def test_an_architecture_that_is_not_known_is_refused(tmp_path: Path):
         open_gguf(path)
     with pytest.raises(ModelFileError, match="runs as it is, on its own kernels; allowed for an export"):
         open_gguf(write(tmp_path / "tiny.gguf", MIXTURES["qwen3moe"]))
-    assert tuple(name for name, kind in KINDS.items() if kind.table is None) == WRITABLE
+    assert KINDS.keys() >= WRITABLE.keys()
 
 
 def test_heads_that_onnx_runtime_cannot_rotate_are_refused(tmp_path: Path):
@@ -252,14 +173,11 @@ def test_a_type_that_no_graph_has_is_refused(tmp_path: Path, tiny_path: Path):
         graph(tiny_path, tmp_path / "other", "fp16")
 
 
-def test_the_configuration_tells_what_the_graph_is(tiny: Callable[[str], Path]):
+def test_the_configuration_tells_what_the_graph_is():
     shipped = json.loads((DEMO / "onnx" / "target" / "config.json").read_text(encoding="utf-8"))
     plain = open_gguf(DEMO / "demo-target-q8_0.gguf").hub_config()
     same = ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "vocab_size", "tie_word_embeddings")
     assert {name: plain[name] for name in same} == {name: shipped[name] for name in same}
-    gemma = open_gguf(tiny("gemma3")).hub_config()
-    assert gemma["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
-    assert (gemma["sliding_window"], gemma["rope_scaling"]["divisors"][0]) == (6, 4.0)
 
 
 @pytest.mark.parametrize(
@@ -282,11 +200,7 @@ def test_a_window_caps_the_context_where_llama_cpp_has_none(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "width"),
-    [
-        *((kind, 64) for kind in ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")),
-        *((kind, width) for kind in ("Q4_1", "Q8_0", "BF16") for width in (2048, 2304)),
-    ],
+    ("kind", "width"), [("F16", 64), ("Q4_0", 64), ("Q5_1", 64), ("Q4_1", 2048), ("Q8_0", 2304), ("BF16", 2304)]
 )
 def test_rows_are_decoded_as_the_package_does(tmp_path: Path, kind: str, width: int):
     """Whatever their width and number: 299 rows of the embeddings have no factor in common with the rows joined."""

@@ -163,18 +163,6 @@ def test_tokens_have_the_kind_that_llama_cpp_gives_them_by_name(tmp_path: Path, 
             assert ours.encode(text, parse_special=special) == theirs.encode(text, parse_special=special), name
 
 
-@pytest.mark.parametrize("adds", [True, False])
-def test_the_file_itself_puts_the_begin_of_a_text_in_front(tmp_path: Path, adds: bool) -> None:
-    """As transformers reads it, which knows nothing of a GGUF's entries."""
-    tokenizers = pytest.importorskip("tokenizers", reason="reads what is written: scripts/run.py install onnx")
-    path = written(tmp_path, words("abc"), add_bos_token=adds)
-    converted(path)
-    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "onnx" / "tokenizer.json"))
-    assert (tokenizer.encode("abc").ids[0] == 1) is adds
-    pair = tokenizer.encode("abc", "cab").ids
-    assert pair.count(1) == 2 * adds and tokenizer.decode(pair).replace(" ", "") == "abccab"
-
-
 def test_tokens_without_a_name_print_nothing(tmp_path: Path) -> None:
     path = written(tmp_path, words("abc") | {"": (-1.0, CONTROL)})
     assert converted(path).token_bytes(FIRST + 4) == b""

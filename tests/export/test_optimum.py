@@ -43,6 +43,7 @@ def test_it_is_the_package_or_the_program_or_one_command(tmp_path: Path, monkeyp
 def test_products_are_quantised_in_groups(bits: int, least: float, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     weights = random.normal(size=(128, 96)).astype(np.float32)
+    weights[:, 3] = 0  # ONNX Runtime's products of groups round; what is zero must not become a thousandth through that
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", 128])
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", 96])
     node = helper.make_node("MatMul", ["x", "weights"], ["y"], "product")
@@ -53,3 +54,4 @@ def test_products_are_quantised_in_groups(bits: int, least: float, tmp_path: Pat
     rows = random.normal(size=(5, 128)).astype(np.float32)
     (found,) = session.run(None, {"x": rows})
     assert np.corrcoef(found.ravel(), (rows @ weights).ravel())[0, 1] > least
+    assert np.abs(found[:, 3]).max() < 1e-30

@@ -14,10 +14,9 @@ import pytest
 
 from demo import DEMO, TEST_THREADS
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.llamacpp.heads import try_head
 from edgespec.engines.trial import check_model_files
 from edgespec.errors import CapabilityError, ModelFileError, VocabularyMismatch
-from edgespec.formats.gguf.heads import MAX_BLOCK, head_kind_of, read_head
+from edgespec.formats.gguf.heads import MAX_CHAIN, MAX_CHAIN_LAYERS, head_kind_of, read_head
 from tiny_dflash import LAYERS, MASK_ID, TARGET, WIDTH, HeadShape, write_dflash
 from tiny_gguf import write_model
 from tiny_head import write_head
@@ -54,11 +53,9 @@ def test_a_sound_head_is_told_from_others(target: LlamaCppEngine, tiny_path: Pat
     [
         ({"dflash.hyper_connection.count": 4}, {}, "DeepSeek-V4's layers"),
         ({"dflash.selector_rank": 8}, {}, "DFlash2 head"),
-        ({"dflash.selector_top_k": 4}, {}, "DFlash2 head"),
         ({}, {"selector_hidden.weight": np.ones((8, WIDTH), np.float32)}, "DFlash2 head"),
         ({}, {"blk.0.attn_conv_proj.weight": np.ones((8, WIDTH), np.float32)}, "DFlash2 head"),
         ({"dflash.rope.dimension_sections": [8, 0, 0, 0]}, {}, "also reads images"),
-        ({"dflash.rope.dimension_sections": 8}, {}, "also reads images"),
     ],
 )  # fmt: skip
 def test_a_variant_that_does_not_run_is_named(
@@ -77,17 +74,11 @@ def ones(*shape: int) -> np.ndarray:
     ("metadata", "tensors", "reason"),
     [
         ({"tokenizer.ggml.mask_token_id": None}, {}, r"mask_token_id is None, a token of 0\.\.298"),
-        ({"tokenizer.ggml.mask_token_id": 299}, {}, "mask_token_id is 299"),
         ({"dflash.block_size": None}, {}, "block_size is None"),
-        ({"dflash.block_size": 0}, {}, "block_size is 0"),
-        ({"dflash.block_size": 1}, {}, r"block_size is 1, 2\.\.64"),
         ({"dflash.block_size": 65}, {}, r"block_size is 65, 2\.\.64"),
         ({"dflash.block_size": "six"}, {}, "block_size is 'six'"),
-        ({"dflash.target_layers": None}, {}, "one or more different ones"),
         ({"dflash.target_layers": [0, 1, 1]}, {}, "one or more different ones"),
-        ({"dflash.target_layers": [0, 1, -1]}, {}, "one or more different ones"),
         ({"dflash.rope.dimension_count": 15}, {}, "rotates 15 of 16"),
-        ({"dflash.attention.sliding_window": 8}, {}, "names a sliding window"),
         ({"dflash.attention.sliding_window": 8, "dflash.attention.sliding_window_pattern": [False, False]}, {},
          "names a sliding window"),
         ({"dflash.attention.causal": "no"}, {}, "causal is 'no', true or false"),
@@ -96,7 +87,6 @@ def ones(*shape: int) -> np.ndarray:
         ({}, {"d2t": np.arange(299, dtype=np.int64) + 1}, r"different tokens of 0\.\.298"),
         ({}, {"d2t": np.arange(100, dtype=np.int64), "output.weight": None}, "no output.weight"),
         ({}, {"fc.scale": np.ones(1, np.int32)}, "'fc.scale' is I32, F32 is needed"),
-        ({}, {"output_norm.weight": np.full(WIDTH, np.nan, np.float32)}, "no number|not a usable"),
     ],
 )  # fmt: skip
 def test_a_head_that_is_not_sound_is_refused(
@@ -117,20 +107,12 @@ def test_what_llama_cpp_finds_is_told_in_its_words(tmp_path: Path) -> None:
         ({}, {"blk.1.attn_v.weight": ones(16, 64)}, "'blk.1.attn_v.weight' has wrong shape"),
         ({}, {"d2t": np.arange(100, dtype=np.int64)}, "'output.weight' has wrong shape"),
         ({}, {"markov_w1.weight": ones(299, 8)}, "'markov_w2.weight' not found"),
+        ({}, {"output_norm.weight": np.full(WIDTH, np.nan, np.float32)}, "invalid data"),
     ]):  # fmt: skip
         own = {} if "d2t" in tensors else dict.fromkeys(OWN_TABLES)
         path = write_dflash(tmp_path / f"{number}.gguf", metadata=metadata, tensors={**own, **tensors})
         with pytest.raises(ModelFileError, match=said):
             check_model_files({path: False})
-
-
-def test_a_truncated_head_is_refused(target: LlamaCppEngine, tmp_path: Path) -> None:
-    whole = write_dflash(tmp_path / "head.gguf").read_bytes()
-    for size in (10, len(whole) // 4, len(whole) - 2000):
-        path = tmp_path / f"cut{size}.gguf"
-        path.write_bytes(whole[:size])
-        with pytest.raises(ModelFileError):
-            target.load_head(path)
 
 
 def test_a_head_of_another_target_is_refused(target: LlamaCppEngine, tmp_path: Path) -> None:
@@ -155,21 +137,12 @@ def test_a_head_of_another_target_is_refused(target: LlamaCppEngine, tmp_path: P
         target.load_head(renamed)
 
 
-@pytest.mark.parametrize("layers", [1, 2, 6])
-def test_the_longest_markov_chain_that_is_taken_runs(tmp_path: Path, layers: int) -> None:
+def test_the_longest_markov_chain_that_is_taken_runs(tmp_path: Path) -> None:
     """llama.cpp ends the process where its graph has more nodes than it made room for."""
-    shape = replace(DSPARK, layers=layers, drafted=100, has_extras=True, kv_heads=4)
-    path = tmp_path / "head.gguf"
-    for block in range(MAX_BLOCK, 1, -1):
-        write_dflash(path, replace(shape, block=block))
-        try:
-            sizes = read_head(path)
-        except CapabilityError as exc:
-            assert "smaller blocks" in str(exc)
-            continue
-        break
-    assert 12 < sizes.block_size < MAX_BLOCK
+    shape = replace(DSPARK, layers=MAX_CHAIN_LAYERS, block=MAX_CHAIN, drafted=100, has_extras=True, kv_heads=4)
+    path = write_dflash(tmp_path / "head.gguf", shape)
     code = "import sys, pathlib; from edgespec.engines.llamacpp.heads import try_head"
     code += "; try_head(pathlib.Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(path)], check=True)
-    try_head(path)
+    with pytest.raises(CapabilityError, match=f"blocks of 17 tokens; allowed: 8 layers and {MAX_CHAIN} tokens"):
+        read_head(write_dflash(path, replace(shape, block=MAX_CHAIN + 1)))

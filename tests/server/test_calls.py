@@ -5,22 +5,20 @@ The slips are those of published models that the parsers of llama.cpp and vLLM a
 
 from __future__ import annotations
 
+import itertools
 import json
-from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
-import edgespec
-from edgespec import GenerateOptions, Sampling
 from edgespec.chat.marks import Marks
 from edgespec.chat.reasoning import ReasoningSplitter
 from edgespec.chat.template import render_chat
 from edgespec.chat.tool_forms import FORMS, PLAIN_FORMS, Form, call_form
 from edgespec.chat.tools import ToolCall, ToolParser
-from serving import post, streamed
+from serving import post
 
 ALL = {form.name: form for form in (*FORMS, *PLAIN_FORMS)}
 PROPERTIES: dict[str, Any] = {
@@ -102,10 +100,8 @@ def test_calls_cut_anywhere_are_calls_or_text(name: str) -> None:
             assert is_same or (form.closed and place == len(found) - 1 and arguments.items() <= calls[place][1].items())
         assert shown == (text[:end] if not found else before) or text[:end].endswith(shown.removeprefix(before))
         shown, found = both(form, text[:end], step, is_cut=True)
-        assert len(shown) <= len(before) + (20 if form.bare or form.own_marks != form.opens else 2), "markup is shown"
-        for place, call in enumerate(found):
-            assert call.name == calls[place][0] and call.input.items() <= calls[place][1].items()
-            assert call.is_cut or json.loads(call.arguments) == calls[place][1]
+        assert [(call.name, call.input) for call in found] == calls[: len(found)]
+        assert found or shown == text[:end]
     assert [(call.name, json.loads(call.arguments)) for call in both(form, text)[1]] == calls
 
 
@@ -204,24 +200,20 @@ def test_slips(form: str, text: str, expected: tuple[str, list[tuple[str, str]]]
 
 
 @pytest.mark.parametrize(
-    ("form", "text", "arguments", "complete"),
+    ("form", "text"),
     [
-        ("hermes", CALL + '{"name": "find", "arguments": {"n": 1e2, "city": "Ro', '{"n": 1e2, "city": "Ro', {"n": 100}),
-        ("hermes", CALL + '{"name": "find", ', "", {}),
-        ("qwen_xml", XML[: XML.index("me\n")], '{"city": "Ro', {}),
-        ("qwen_xml", XML[: XML.index("</f")], '{"city": "Rome"', {"city": "Rome"}),
-        ("gemma", '<|tool_call>call:find{n:12', '{"n": 12', {}),
+        ("hermes", CALL + '{"name": "find", "arguments": {"n": 1e2, "city": "Ro'),
+        ("hermes", CALL + '{"name": "find", '),
+        ("qwen_xml", XML[: XML.index("me\n")]),
+        ("qwen_xml", XML[: XML.index("</f")]),
+        ("gemma", "<|tool_call>call:find{n:12"),
+        *itertools.product(
+            ("gemma", "qwen_xml", "llama"), ("if a <", "[1, 2", "{", '{"name": "Ann', "So call:me", "```")
+        ),
     ],
-)  # fmt: skip
-def test_a_call_that_a_limit_cuts_has_its_beginning(form: str, text: str, arguments: str, complete: Any) -> None:
-    shown, (call,) = both(ALL[form], f"{text}", is_cut=True)
-    assert (shown, call.name, call.arguments, call.input, call.is_cut) == ("", "find", arguments, complete, True)
-
-
-@pytest.mark.parametrize("name", ["gemma", "qwen_xml", "hermes", "llama"])
-def test_a_text_that_a_limit_cuts_keeps_its_end(name: str) -> None:
-    for text in ("I will call", "if a <", "[1, 2", "{", '{"name": "Ann', "So call:me", "```"):
-        assert both(ALL[name], text, is_cut=True) == (text, [])
+)
+def test_what_a_limit_cuts_stays_text(form: str, text: str) -> None:
+    assert both(ALL[form], text, is_cut=True) == (text, [])
 
 
 @pytest.mark.parametrize("step", [1, 1000])
@@ -275,9 +267,9 @@ TYPED_PROPERTIES = {
     "b": {"type": "boolean"},
     "l": {"type": "array"},
     "o": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-    "e": {"enum": ["1", "2"]},
+    "e": {"type": "string", "enum": ["1", "2"]},
     "r": {"$ref": "#/$defs/text"},
-    "x": {"enum": ["None", None]},
+    "x": {"type": "string"},
 }
 TYPED_PARAMETERS = {"type": "object", "properties": TYPED_PROPERTIES, "$defs": {"text": {"type": "string"}}}
 TYPED = [
@@ -286,7 +278,6 @@ TYPED = [
 ]
 
 
-@pytest.mark.parametrize("step", [1, 7, 1000])
 @pytest.mark.parametrize(
     ("template", "text", "expected"),
     [
@@ -301,10 +292,8 @@ TYPED = [
         # without the marks, as small models write it
         (HERMES, '```json\n{"name": "f", "arguments": {"a": "`x`"}}\n```', ("", [("f", {"a": "`x`"})])),
         (HERMES, '```json\n{"name": "h", "arguments": {}}\n```', ('```json\n{"name": "h", "arguments": {}}\n```', [])),
-        (HERMES, '{"name": "f", "arguments": 3}', ('{"name": "f", "arguments": 3}', [])),
         (MISTRAL, 'Ok [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
          ("Ok ", [("f", {"a": 1}), ("g", {})])),
-        (MISTRAL, "[TOOL_CALLS] [broken", ("[TOOL_CALLS] [broken", [])),
         (NAMED, 'Ok.[TOOL_CALLS]f[ARGS]{"a": {"b": 1}}[TOOL_CALLS]g[CALL_ID]abcdefghi[ARGS]{}',
          ("Ok.", [("f", {"a": {"b": 1}}), ("g", {})])),
         (NAMED, "[TOOL_CALLS]f o[ARGS]{}", ("[TOOL_CALLS]f o[ARGS]{}", [])),
@@ -320,12 +309,9 @@ TYPED = [
         (XML, "<tool_call><function=f><parameter=a>\nan </parameter> inside\n</parameter>\n"
               "<parameter=n>\nmany\n</parameter>\n<parameter=z>\n[1]\n</parameter></function></tool_call>",
          ("", [("f", {"a": "an </parameter> inside", "n": "many", "z": [1]})])),
-        (XML, "<tool_call><function=f o></function></tool_call>",
-         ("<tool_call><function=f o></function></tool_call>", [])),
         (GLM, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1\n2</arg_value>\n<arg_key>n</arg_key>\n"
               "<arg_value>3</arg_value>\n</tool_call><tool_call>g</tool_call>",
          ("", [("f", {"a": "1\n2", "n": 3}), ("g", {})])),
-        (GLM, "<tool_call>f <b></tool_call>", ("<tool_call>f <b></tool_call>", [])),
         (GEMMA, '<|tool_call>call:f{a:<|"|>x, {y}: "z"<|"|>,n:-1.5,l:[1,<|"|>b<|"|>,{<|"|>k<|"|>:true,m:null}],'
                 '"q": "w"}<tool_call|>',
          ("", [("f", {"a": 'x, {y}: "z"', "n": -1.5, "l": [1, "b", {"k": True, "m": None}], "q": "w"})])),
@@ -357,16 +343,16 @@ TYPED = [
         (LLAMA, '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
          ("", [("f", {}), ("g", {})])),
         (LLAMA, '{"city": "Paris"}', ('{"city": "Paris"}', [])),
-        (LLAMA, 'As in: {"name": "f", "parameters": {}}', ('As in: {"name": "f", "parameters": {}}', [])),
         (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "a \\" and </tool_call> in it"}}</tool_call>',
          ("", [("f", {"a": 'a " and </tool_call> in it'})])),
     ],
 )  # fmt: skip
-def test_calls_and_text_are_told_apart(template: str, text: str, expected: tuple[str, list[Any]], step: int):
+def test_calls_and_text_are_told_apart(template: str, text: str, expected: tuple[str, list[Any]]):
     form = call_form(template)
     assert form is not None
-    shown, calls = read(form, text, step, tools=TYPED)
-    assert (shown, [(call.name, json.loads(call.arguments)) for call in calls]) == expected
+    for step in (1, 7, 1000):
+        shown, calls = read(form, text, step, tools=TYPED)
+        assert (shown, [(call.name, json.loads(call.arguments)) for call in calls]) == expected
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages }}", "{% if tools %}<tool_call><function={% endif %}",
@@ -384,44 +370,11 @@ def test_deep_json_is_no_call():
     assert read(ALL["hermes"], text, 1_000_000) == (text, [])
 
 
-# -- Calls that a limit cuts, as every protocol sends them
-
-
-def test_every_protocol_sends_a_cut_call_as_a_call(client: TestClient) -> None:
-    """With its beginning, whole as streamed, and the limit as the reason."""
+def test_a_cut_call_is_text_and_the_limit_the_reason(client: TestClient) -> None:
     pytest.importorskip("llguidance")
     schema = {"type": "object", "properties": {"note": {"type": "string", "minLength": 90}}, "required": ["note"]}
-    function = {"name": "write", "parameters": schema}
-    asked: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
-    chat = asked | {"tools": [{"type": "function", "function": function}], "tool_choice": "required", "max_tokens": 30}
-    (choice,) = post(client, "/v1/chat/completions", chat)["choices"]
-    (call,) = choice["message"]["tool_calls"]
-    arguments = call["function"]["arguments"]
-    assert choice["finish_reason"] == "length" and choice["message"]["content"] is None
-    assert call["function"]["name"] == "write" and arguments.startswith('{"note": "') and not arguments.endswith("}")
-    chunks = [part["choices"][0] for part in streamed(client, "/v1/chat/completions", chat)]
-    parts = [part["function"] for chunk in chunks for part in chunk["delta"].get("tool_calls", ())]
-    assert "".join(part.get("arguments", "") for part in parts) == arguments
-    assert [chunk["finish_reason"] for chunk in chunks if chunk["finish_reason"]] == ["length"]
-    tool = {"name": "write", "input_schema": schema}
-    fields = asked | {"tools": [tool], "tool_choice": {"type": "any"}, "max_tokens": 30}
-    message = post(client, "/v1/messages", fields)
-    assert message["stop_reason"] == "max_tokens"
-    assert (message["content"][-1]["name"], message["content"][-1]["input"]) == ("write", {})
-    fields = {"model": "demo", "input": "Hi", "temperature": 0, "max_output_tokens": 30}
-    fields |= {"tools": [{"type": "function", **function}], "tool_choice": "required"}
-    response = post(client, "/v1/responses", fields)
-    assert response["status"] == response["output"][-1]["status"] == "incomplete"
-    assert response["output"][-1]["arguments"].startswith('{"note": "')
-
-
-def test_python_tells_the_beginning_of_a_cut_call() -> None:
-    call = CALL + '{"name": "find", "arguments": {"city": "Ro'
-    with edgespec.load("demo", drafter="none") as model:
-        some = model.chat(
-            [{"role": "user", "content": "x"}], Sampling(temperature=0), GenerateOptions(max_tokens=1), tools=TOOLS
-        ).result()
-        cut = replace(some, text=call, token_ids=(), finish_reason="length")
-        parts = model.split_answer(cut, TOOLS)
-        assert (parts.text, said([*parts.tool_calls])) == ("", [("find", '{"city": "Ro')])
-        assert model.split_answer(replace(cut, finish_reason="stop"), TOOLS).text == call
+    tools = [{"type": "function", "function": {"name": "write", "parameters": schema}}]
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools, "tool_choice": "required"}
+    (choice,) = post(client, "/v1/chat/completions", asked | {"temperature": 0, "max_tokens": 30})["choices"]
+    assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
+    assert '"name": "write", "arguments": {"note": "' in choice["message"]["content"]

@@ -185,8 +185,3 @@ def test_an_effort_that_the_model_does_not_know_is_the_nearest(
 ) -> None:
     usage = client.post(CHAT, json={"messages": HELLO, "max_tokens": 1, "reasoning_effort": effort}).json()["usage"]
     assert usage["prompt_tokens"] == len(model.encode_chat(HELLO, template_arguments={"reasoning_effort": told}))
-
-
-def test_reasoning_of_earlier_turns_reaches_the_template(model: Model) -> None:
-    answered = [*HELLO, {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}, *HELLO]
-    assert b"Yes.Hm." in b"".join(map(model.target.vocabulary.piece, model.encode_chat(answered)))

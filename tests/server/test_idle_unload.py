@@ -17,7 +17,7 @@ from asgi_client import PATHS, PINGS, Client
 from edgespec import Model
 from edgespec.errors import CapabilityError, EngineError
 from edgespec.server.app import create_app
-from edgespec.server.service import Service
+from edgespec.server.service import Service, Services
 from serving import BASE_URL
 from several import FIELDS, GGUF, Served
 from waiting import reached, until
@@ -28,9 +28,9 @@ class Host(Served):
 
     def __init__(self, idle_s: float | None = None) -> None:
         super().__init__(GGUF, Service(GGUF, idle_unload_s=idle_s))
-        self.service.may_unload(self)
+        self.service.residence.begin(self)
         self.load()
-        self.client = TestClient(create_app(self.service), base_url=BASE_URL)
+        self.client = TestClient(create_app(Services(self.service)), base_url=BASE_URL)
 
     def ask(self) -> str:
         answer = self.client.post("/v1/chat/completions", json=FIELDS)
@@ -92,7 +92,7 @@ def test_what_needs_no_model_tells_the_truth_and_loads_none(host: Host):
 async def test_requests_at_once_load_it_once_and_wait(host: Host):
     host.unload()
     host.gate.clear()
-    app = create_app(host.service)
+    app = create_app(Services(host.service))
     clients = [Client(app, max_tokens=4, stream=is_stream) for is_stream in (True, False)]
     clients.append(Client(app, "/tokenize", messages=None, max_tokens=None, content="hi"))
     await reached(lambda: host.num_loads == 2)
@@ -110,7 +110,7 @@ async def test_a_load_that_fails_is_told_to_all_who_wait_and_tried_again(host: H
     host.unload()
     host.gate.clear()
     host.failure = CapabilityError("demo needs 9 GiB, /secret/path")
-    app = create_app(host.service)
+    app = create_app(Services(host.service))
     clients = [Client(app, stream=True), Client(app), Client(app, "/api/chat", max_tokens=None)]
     await reached(lambda: host.num_loads == 2)
     await asyncio.sleep(0.1)
@@ -130,7 +130,7 @@ def test_streams_begin_while_it_is_loaded(host: Host, hasty: None, path: str):
 
     async def main(failure: Exception | None) -> tuple[Client, bytes]:
         host.gate.clear()
-        client = Client(create_app(host.service), path, **FIELDS_OF.get(path, {"max_tokens": 4}), stream=True)
+        client = Client(create_app(Services(host.service)), path, **FIELDS_OF.get(path, {"max_tokens": 4}), stream=True)
         ping = PINGS.get(path, b": ping\n\n")
         await reached(lambda: len(client.sent) > 2 if ping else client.sent)
         assert client.sent[0]["status"] == 200 and client.body == ping * (len(client.sent) - 1)
@@ -150,7 +150,7 @@ def test_streams_begin_while_it_is_loaded(host: Host, hasty: None, path: str):
 async def test_a_stop_during_a_load_ends_it(host: Host):
     host.unload()
     host.gate.clear()
-    app = create_app(host.service)
+    app = create_app(Services(host.service))
     client = Client(app)
     await reached(lambda: host.num_loads == 2)
     host.service.stop()
@@ -160,7 +160,7 @@ async def test_a_stop_during_a_load_ends_it(host: Host):
     await late.task
     assert late.sent[0]["status"] == 503
     host.service.close()  # does not wait for the load
-    assert host.service.is_loading
+    assert host.service.residence.is_loading
     host.gate.set()
     until(lambda: len(host.opened) == 2 and host.is_closed)
 
@@ -169,7 +169,7 @@ async def test_nothing_is_unloaded_under_an_answer(hosts: list[Host]):
     host = Host(idle_s=0.02)
     hosts.append(host)
     bias = {str(id): -100 for id in host.service.require().model.target.vocabulary.end_ids}
-    client = Client(create_app(host.service), stream=True, max_tokens=600, logit_bias=bias, speculative=False)
+    client = Client(create_app(Services(host.service)), stream=True, max_tokens=600, logit_bias=bias, speculative=False)
     await reached(lambda: client.sent)
     assert host.num_loads <= 2
     await client.task
@@ -234,7 +234,7 @@ def gate(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 def streamed(service: Service, path: str) -> Client:
-    return Client(create_app(service), path, **{"max_tokens": 4} | FIELDS_OF.get(path, {}), stream=True)
+    return Client(create_app(Services(service)), path, **{"max_tokens": 4} | FIELDS_OF.get(path, {}), stream=True)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -257,7 +257,7 @@ async def test_pings_are_sent_until_the_first_part_and_the_stream_is_whole(
 async def test_a_silence_in_the_middle_is_interrupted_too(service: Service, gate: Gate, hasty):
     """An answer that turns out to be a tool call has nothing to send until the call is complete."""
     gate.open()
-    client = Client(create_app(service), ignore_eos=True, speculative=False, max_tokens=400, stream=True)
+    client = Client(create_app(Services(service)), ignore_eos=True, speculative=False, max_tokens=400, stream=True)
     await reached(lambda: client.sent)
     gate.shut()
     await reached(lambda: b": ping" in client.body)
@@ -291,7 +291,7 @@ async def test_a_response_that_has_begun_ends_as_failed(service: Service, gate: 
     gate.open()
     path = "/v1/responses"
     client = Client(
-        create_app(service),
+        create_app(Services(service)),
         path,
         **FIELDS_OF[path] | {"max_output_tokens": 400, "temperature": 5, "seed": 1},
         stream=True,
@@ -308,7 +308,7 @@ async def test_a_response_that_has_begun_ends_as_failed(service: Service, gate: 
 
 async def test_what_is_known_before_the_prompt_is_read_has_a_status(service: Service, gate: Gate, hasty):
     too_long = [{"role": "user", "content": "x " * 5000}]
-    client = Client(create_app(service), messages=too_long, stream=True)
+    client = Client(create_app(Services(service)), messages=too_long, stream=True)
     await client.task
     assert client.sent[0]["status"] == 400
     waiting = [streamed(service, PATHS[0]) for _ in range(5)]

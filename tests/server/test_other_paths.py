@@ -12,8 +12,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.reports import RoundRecord, Stats
-from edgespec.server.metrics import Metrics, answer_line
+from edgespec.reports import RoundRecord
+from edgespec.server.metrics import Metrics
 from edgespec.server.service import Service
 from serving import client_of, post, streamed
 
@@ -81,7 +81,6 @@ def test_before_the_model_is_loaded(model: Model):
     assert (client.get("/health").status_code, client.get("/health").json()) == (503, {"status": "loading"})
     answered = client.post("/v1/chat/completions", json={"messages": []})
     assert answered.status_code == 503 and answered.headers["retry-after"] == "1"
-    assert client.get("/v1/models").json()["data"][0]["id"] == "demo"
     assert "edgespec_model_loaded 0" in client.get("/metrics").text
     service.use(model)
     assert client.get("/health").json() == {"status": "ok", "running": 0, "waiting": 0, "preparing": 0}
@@ -117,13 +116,6 @@ def complete(client: TestClient, **fields: Any) -> dict[str, Any]:
     return post(client, COMPLETE, fields)
 
 
-def test_timings_name_the_drafter(client: TestClient):
-    found = complete(client, **DRAFTING)["timings"]
-    assert found["drafter"] == "model" and found["draft_n_by_drafter"] == {"model": found["draft_n"]}
-    plain = complete(client, **REPEATED, speculative=False)["timings"]
-    assert (plain["drafter"], plain["draft_n_by_drafter"]) == (None, {})
-
-
 def test_a_log_line_tells_speed_and_drafting(client: TestClient, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, "edgespec")
     found = complete(client, **DRAFTING)["timings"]
@@ -134,17 +126,6 @@ def test_a_log_line_tells_speed_and_drafting(client: TestClient, caplog: pytest.
     assert shown in drafted and f"model {found['draft_n']}" in drafted
     assert plain.endswith("nothing drafted: off")
     assert not any("one two" in line for line in caplog.messages)
-
-
-def test_why_nothing_was_drafted(model: Model):
-    facts, auto = model.target.facts, replace(model.options, drafter="auto", draft_length="auto")
-    for own, engine, words in (
-        (replace(auto, drafter="none"), facts, "off"),
-        (auto, facts, "no gain"),
-        (auto, replace(facts, can_rollback=False, rollback_rows=0), "unable"),
-    ):
-        line = answer_line(Stats(), {}, GenerateOptions(), own, engine)
-        assert line.endswith(f"nothing drafted: {words}") and "failed" in line
 
 
 def metrics(client: TestClient) -> dict[str, float]:

@@ -16,26 +16,6 @@ from waiting import until
 
 pytestmark = pytest.mark.skipif(find_browser() is None, reason="neither chromium nor chrome is installed")
 QUESTION = "Find me a bus to Fresno. Find me a bus to Fresno. Find me a bus"
-HOSTILE = '<img src=x onerror="document.title=\'gone\'"><script>document.title="gone"</script> [a](javascript:alert(1))'
-ANSWER = f"""# Title
-
-Some **bold and *more* of it** text with `code` and [a link](https://example.org/a).
-{HOSTILE}
-
-1. one
-2. two
-   - inner <b>item</b>
-
-> quoted
-
-| a | b |
-|---|---|
-| 1 | **2** |
-
-```python
-print("<i>hi</i>")
-```
-"""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +61,7 @@ def test_an_answer_comes_as_the_api_gives_it_with_its_drafts_marked(browser: Bro
     assert browser.value("document.querySelector('#marks').getAttribute('aria-pressed')") == "true"
 
 
-def test_stop_again_edit_and_a_reload(browser: Browser, url: str):
+def test_stop_again_and_go_on(browser: Browser, url: str):
     choose(browser, temperature=5, seed=1, top_k=0)  # rambles on until the context is full
     ask(browser, "Tell me a long story")
     browser.until("document.querySelector('.running .text').textContent.length > 10")
@@ -99,78 +79,6 @@ def test_stop_again_edit_and_a_reload(browser: Browser, url: str):
     browser.click(".assistant .ending button")
     browser.until(f"{COMPLETE} && {TEXT}.length > {len(begun)}")
     assert browser.value(TEXT).startswith(begun) and browser.value("document.querySelectorAll('article').length") == 2
-    browser.value("document.querySelector('#prompt').focus()")
-    browser.press("ArrowUp")
-    browser.until("document.activeElement.closest('.editing')")
-    browser.write(" about a bus")
-    browser.press("Enter")
-    browser.until(
-        f"{COMPLETE} && document.querySelector('.user .text').textContent === 'Tell me a long story about a bus'"
-    )
-    answer = browser.value(TEXT)
-    reopen(browser)
-    assert browser.value(TEXT) == answer and browser.value("document.querySelectorAll('article').length") == 2
-
-
-def test_a_click_on_the_conversation_that_is_open_goes_on_with_its_answer(browser: Browser, url: str):
-    choose(browser, temperature=5, seed=1, top_k=0)
-    ask(browser, "Tell me a long story")
-    browser.until("document.querySelector('.running .text').textContent.length > 10")
-    browser.value("document.querySelector('#conversations li button').click()")
-    length = browser.value(f"({TEXT}).length")
-    browser.until(f"({TEXT}).length > {length} || {COMPLETE}")
-    browser.press("Escape")
-    browser.until(COMPLETE)
-    until(lambda: httpx.get(url + "/health").json()["running"] == 0)
-    (kept,) = stored(browser)
-    assert length > 10 and len(kept["messages"][1]["content"]) > 10
-
-
-def test_what_a_model_writes_is_text(browser: Browser):
-    given = {
-        "id": "x",
-        "system": "",
-        "updated": 1,
-        "messages": [
-            {"role": "user", "content": HOSTILE},
-            {"role": "assistant", "content": ANSWER, "runs": [[20, None], [300, "ngram"]]},
-        ],
-    }
-    browser.value(f"localStorage['edgespec.conversation.x'] = {json.dumps(json.dumps(given))}")  # as it once was stored
-    reopen(browser)
-    count = "document.querySelectorAll('#messages :is({})').length"
-    assert browser.value(count.format("img, script, b, i, a[href^=javascript]")) == 0
-    assert browser.text(".user .text") == HOSTILE and HOSTILE.split(" [")[0] in browser.value(TEXT)
-    structure = ("strong em", "p > code", "ol > li > ul > li", "blockquote", "td > strong", "pre > code")
-    for selector in (".text h3", *structure):
-        assert browser.value(f"document.querySelectorAll('#messages .assistant {selector}').length") == 1, selector
-    assert browser.value("document.querySelector('#messages a').rel") == "noopener noreferrer nofollow"
-    assert browser.text("pre > code") == 'print("<i>hi</i>")'
-    assert browser.value("document.title") == "demo"
-
-
-LISTED = """1. Install:
-   ```python
-   if __name__ == '__main__':
-       print(**x)
-   ```
-2. Use `foo__bar__baz` or foo__bar__baz and __this__.
-"""
-
-
-def test_code_in_a_list_and_names_with_underscores(browser: Browser):
-    put(browser, "Hi", LISTED)
-    reopen(browser)
-    assert browser.text("pre > code") == "if __name__ == '__main__':\n    print(**x)"
-    assert browser.value("[...document.querySelectorAll('.assistant strong')].map(e => e.textContent)") == ["this"]
-    assert "foo__bar__baz or foo__bar__baz" in browser.value(TEXT)
-    assert browser.value("document.querySelectorAll('.assistant ol > li').length") == 2
-
-
-def test_common_values_are_taken(browser: Browser):
-    choose(browser, temperature=0.72, top_p=0.955, min_p=0.005, repeat_penalty=1.1, max_tokens=4)
-    answered(browser, "Hi")
-    assert not browser.value("!!document.querySelector('.problem')")
 
 
 def test_what_cannot_be_stored_lasts_until_the_page_is_closed(browser: Browser):
@@ -203,17 +111,6 @@ def test_another_page_that_changes_a_conversation_is_followed(browser: Browser, 
         if code is change:
             browser.until("document.querySelectorAll('#messages article').length === 4")
     browser.until("!document.querySelector('#messages article') && !document.querySelector('#conversations li')")
-
-
-def test_an_unusable_schema_can_be_left_out(browser: Browser):
-    choose(browser, max_tokens=4)
-    set_schema(browser, '{"type": "nonsense"}')
-    ask(browser, "Hello")
-    browser.until("[...document.querySelectorAll('.problem button')].length === 2")
-    browser.click(".problem button:nth-of-type(2)")
-    browser.until(COMPLETE)
-    browser.until("!document.querySelector('.problem')")
-    browser.failures = [each for each in browser.failures if "400" not in each]
 
 
 def test_a_copy_needs_no_secure_page(browser: Browser):

@@ -138,18 +138,6 @@ WRONG: list[Any] = [
     {"messages": "none"},
     7,
 ]
-# What is of the wrong kind in it is left out.
-STRANGE: dict[str, Any] = {"id": 5, "title": 7, "tools": None, "head": 99, "updated": "late", "extra": 1}
-STRANGE["messages"] = [
-    {"role": "user", "content": "Strange", "files": [{"name": 1}, None, {"name": "a", "text": "b"}], "calls": 7},
-    {
-        "role": "assistant",
-        "content": "x",
-        "runs": [[-1, 5], "y", [1, {}]],
-        "timings": {"predicted_per_second": 2, "rounds": 3},
-    },
-    {"role": "assistant", "content": "z", "error": {"message": "m", "param": 5}, "timings": {"predicted_n": "7"}},
-]
 
 
 def test_what_is_exported_comes_back_and_other_files_too(tab: Browser, scripted: Scripted, tmp_path: Path):
@@ -178,10 +166,6 @@ def test_what_is_exported_comes_back_and_other_files_too(tab: Browser, scripted:
     (tmp_path / "no.json").write_text("{")
     tab.choose_files("#import", tmp_path / "list.json", tmp_path / "no.json")
     tab.until(f"{TITLES}.includes('Listed')")
-    (tmp_path / "strange.json").write_text(json.dumps(STRANGE))
-    tab.choose_files("#import", tmp_path / "strange.json")
-    tab.until(f"{TITLES}.includes('Strange') && document.querySelector('.problem p')?.textContent === 'm'")
-    assert tab.value(SHOWN) == ["Strange", "x", "z"]
     count = len(stored(tab))
     tab.choose_files("#import", tmp_path / "wrong.json", tmp_path / "no.json")
     tab.until("document.querySelector('#status').textContent === 'No conversation was found in this file.'")

@@ -59,6 +59,9 @@ $$ \href{https://evil.example}{x} \htmlClass{a}{y} $$
 """
 
 
+HOSTILE = '<img src=x onerror="document.title=1"> <b>bold</b> [a](javascript:alert(1))'
+
+
 def count(tab: Browser, selector: str) -> int:
     """How many elements of the answer match."""
     found: int = tab.value(
@@ -68,7 +71,7 @@ def count(tab: Browser, selector: str) -> int:
 
 
 def shown(tab: Browser, source: str, **message: object) -> None:
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": source} | message]
+    messages = [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": source} | message]
     put(tab, messages=messages)
     tab.value("location.hash = '#/chat/x'")
     tab.until("document.querySelectorAll('article').length === 2")
@@ -104,7 +107,7 @@ def test_a_document_with_all_of_it(tab: Browser, scripted: Scripted):
         ["https://example.org/a", "https://example.org/a", "noopener noreferrer nofollow"],
         ["picture", "https://elsewhere.example/p.png", "noopener noreferrer nofollow"],
     ]
-    assert tab.value("document.title") == "scripted"
+    assert tab.text(".user .text") == HOSTILE and tab.value("document.title") == "scripted"
 
 
 @with_libraries
@@ -145,17 +148,12 @@ ENDLESS = {
     "quotes": "> " * 5000,
     "lists": "".join("  " * depth + "- x\n" for depth in range(500)),
     "emphasis": "*a **b " * 3000,
-    "brackets": "[" * 10000 + "](",
     "formulas": "\\(" * 10000,
-    "displays": "\n\\[ $$ " * 3000,
-    "dollars": "$x " * 10000,
     "groups": "$" + "{" * 900 + "$",
     "macros": r"$\def\a{\a\a}\a$",
     "calls": "<tool_call>" * 3000,
     "entities": "&amp;" * 5000 + "&#x110000;&#0;&nothing;",
     "backticks": "`" * 3000 + " x " + "`" * 2999,
-    "a table": "|" * 3000 + "\n" + "|-" * 3000 + "|\n",
-    "html": "<!--" * 3000 + "<a " * 3000,
     "code": "```python\n" + "((((((((((" * 1000,
     "returns": "a\r\n\r\n```\r\nb\rc\r\n```\r\n",
     "half a pair": "\ud83d and \ud83d\ude00",

@@ -8,15 +8,15 @@ import pytest
 from starlette.testclient import TestClient
 
 from edgespec.server.app import create_app, page_routes
-from edgespec.server.service import Service
+from edgespec.server.service import Service, Services
 from serving import BASE_URL
 
 PATHS = [route.path for route in page_routes()]
 
 
 def test_every_file_has_the_policy_and_needs_no_key():
-    service = Service("demo", api_key="secret")  # no model is loaded: the page comes before it
-    client = TestClient(create_app(service), base_url=BASE_URL)
+    service = Service("demo")  # no model is loaded: the page comes before it
+    client = TestClient(create_app(Services(service, api_key="secret")), base_url=BASE_URL)
     assert "/" in PATHS and len(PATHS) > 8
     for path in PATHS:
         answered = client.get(path)
@@ -31,13 +31,13 @@ def test_every_file_has_the_policy_and_needs_no_key():
 
 @pytest.mark.parametrize("path", ["/static/", "/static/app.py", "/static/../page.py", "/static/%2e%2e/page.py"])
 def test_nothing_else_is_sent(path: str):
-    client = TestClient(create_app(Service("demo")), base_url=BASE_URL)
+    client = TestClient(create_app(Services(Service("demo"))), base_url=BASE_URL)
     assert client.get(path).status_code == 404
     assert client.get(PATHS[0], headers={"Host": "evil.example"}).status_code == 403
 
 
 def test_the_files_use_nothing_from_elsewhere():
-    client = TestClient(create_app(Service("demo")), base_url=BASE_URL)
+    client = TestClient(create_app(Services(Service("demo"))), base_url=BASE_URL)
     own = [path for path in PATHS if not path.startswith("/static/vendor/")]  # what others wrote, the policy keeps
     texts = {path: client.get(path).text for path in own}
     for path, text in texts.items():
@@ -53,7 +53,7 @@ def test_the_files_use_nothing_from_elsewhere():
 
 
 def test_every_button_does_something():
-    client = TestClient(create_app(Service("demo")), base_url=BASE_URL)
+    client = TestClient(create_app(Services(Service("demo"))), base_url=BASE_URL)
     code = "".join(client.get(path).text for path in PATHS if path.endswith(".js") and "/vendor/" not in path)
     names = set(re.findall(r'data-do="([\w-]+)"', client.get("/").text))
     ids = set(re.findall(r'\$\("([\w-]+)"\)', code))

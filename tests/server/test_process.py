@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from edgespec.kernels.library import library_path
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import MOST_SEQUENCES
 from edgespec.memory.plan import planned
-from serving import ENDS_WITHIN_S, ends_with_input, errors_of, events_until, read_line, send, served
+from serving import ENDS_WITHIN_S, ends_with_input, errors_of, read_line, served
 from several import DRAFT, ONNX, PATHS, second_demo
 from waiting import until
 
@@ -103,23 +103,6 @@ def test_half_a_request_disturbs_nobody(url: str):
     with socket.create_connection((host, int(port))) as half:
         half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 500\r\n\r\n{")
         assert ask(url, "hi", max_tokens=2).status_code == 200
-
-
-def test_the_openai_client(url: str):
-    openai = pytest.importorskip("openai", reason="the openai package is not installed")
-    client = openai.OpenAI(base_url=url + "/v1", api_key="any", max_retries=0)
-    messages = [{"role": "user", "content": QUESTIONS[0]}]
-    fields = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 16}
-    whole = client.chat.completions.create(**fields, logprobs=True, top_logprobs=1)
-    assert whole.choices[0].message.content and whole.choices[0].logprobs.content[0].top_logprobs
-    chunks = list(client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
-    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == whole.choices[0].message.content
-    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
-    assert [each.id for each in client.models.list()] == ["demo"]
-    assert client.completions.create(model="demo", prompt="Once", max_tokens=3).choices[0].text
-    assert client.chat.completions.create(**(fields | {"model": "other"})).model == "demo"
-    with pytest.raises(openai.BadRequestError, match="unknown name"):
-        client.chat.completions.create(**fields, extra_body={"grammar": "start: nothing"})
 
 
 def test_the_page_on_the_server_is_true(url: str):
@@ -297,17 +280,6 @@ def test_a_context_that_is_chosen_at_the_load(private_home: Path, context: str):
         assert loaded(url) == (["demo", "target"] if context == "max" else ["target"])
 
 
-def test_the_sidecar_serves_several_too(private_home: Path):
-    with served(private_home, PATHS[ONNX], "--stdio", "-c", "1024") as process:
-        assert [read_line(process)["event"] for _ in range(2)] == ["hello", "ready"]
-        for name, error in (("target", None), ("other", "model_not_found"), ("demo", None)):
-            send(process, {"op": "generate", "id": name, "prompt": "Once", "max_tokens": 4, "model": name})
-            *_, event = events_until(process, name)
-            assert event["event"] == ("done" if error is None else "error")
-            assert error is None or event["error"]["code"] == error
-        ends_with_input(process)
-
-
 # -- `--idle-unload` in a process: its memory, its end while nothing is loaded or something is, the sidecar
 
 
@@ -346,7 +318,7 @@ def test_its_memory_goes_back_to_the_system_each_time(private_home: Path):
         assert process.wait(ENDS_WITHIN_S) == 0
         log = errors_of(process)
         assert log.count("note: answer: ") == 4  # from the engine's thread
-        assert log.count("the model is unloaded") == 4 and log.count("is loaded again") == 3 and "Traceback" not in log
+        assert log.count("is unloaded") == log.count("is loaded, which took") >= 4 and "Traceback" not in log
 
 
 def test_what_was_learnt_of_costs_is_kept(tmp_path: Path):
@@ -364,50 +336,6 @@ def test_what_was_learnt_of_costs_is_kept(tmp_path: Path):
 
 
 QUESTION = [{"role": "user", "content": "Find me a bus to Fresno."}]
-
-
-def test_openai_responses(url: str):
-    openai = pytest.importorskip("openai", reason="the openai package is not installed")
-    fields = {"model": "demo", "input": QUESTION[0]["content"], "temperature": 0, "max_output_tokens": 16}
-    with openai.OpenAI(base_url=url + "/v1", api_key="any", max_retries=0) as client:
-        whole = client.responses.create(**fields, instructions="You book buses.")
-        assert whole.output_text and whole.status in ("completed", "incomplete") and whole.usage.output_tokens <= 16
-        with client.responses.stream(**fields, instructions="You book buses.") as stream:
-            kinds = [event.type for event in stream]
-            assert stream.get_final_response().output_text == whole.output_text
-        assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == f"response.{whole.status}"
-        with pytest.raises(openai.BadRequestError, match="stores no responses"):
-            client.responses.create(**fields, previous_response_id="resp_1")
-        with pytest.raises(openai.InternalServerError, match="not supported"):
-            client.embeddings.create(model="demo", input="x", encoding_format="float")
-
-
-def test_anthropic(url: str):
-    anthropic = pytest.importorskip("anthropic", reason="the anthropic package is not installed")
-    fields = {"model": "demo", "messages": QUESTION, "max_tokens": 16, "extra_body": {"temperature": 0}}
-    with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0) as client:
-        whole = client.messages.create(**fields, system="You book buses.")
-        assert whole.content[0].text and whole.usage.output_tokens <= 16
-        with client.messages.stream(**fields, system="You book buses.") as stream:
-            assert "".join(stream.text_stream) == whole.content[0].text
-        assert client.messages.count_tokens(model="demo", messages=QUESTION).input_tokens > 5
-        with pytest.raises(anthropic.BadRequestError, match="temperature"):
-            client.messages.create(**(fields | {"extra_body": {"temperature": 200}}))
-
-
-def test_ollama(url: str):
-    ollama = pytest.importorskip("ollama", reason="the ollama package is not installed")
-    options = {"temperature": 0, "num_predict": 12}
-    client = ollama.Client(host=url)
-    with closing(client._client):
-        whole = client.chat(model="demo", messages=QUESTION, options=options)
-        parts = client.chat(model="demo", messages=QUESTION, options=options, stream=True)
-        assert "".join(part.message.content for part in parts) == whole.message.content
-        assert client.generate(model="demo", prompt="Hi", options=options).response
-        assert [each.model for each in client.list().models] == ["demo"]
-        assert client.chat(model="other", messages=QUESTION, options=options).model == "demo"
-        with pytest.raises(ollama.ResponseError, match="typical_p is not supported"):
-            client.chat(model="demo", messages=QUESTION, options={"typical_p": 0.5})
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")

@@ -14,7 +14,7 @@ from demo import DEMO
 from edgespec.loading.own_models import add
 from edgespec.loading.registry import registered_folders, resolve
 from edgespec.server.app import NOT_HERE, create_app
-from edgespec.server.service import Service
+from edgespec.server.service import Service, Services
 from hub_server import serve
 
 ID = "edge/tiny-GGUF"
@@ -73,9 +73,10 @@ def test_other_pages_and_machines_may_not(service: Service, client: TestClient, 
     for method, path in (("POST", "/api/pull"), ("DELETE", "/api/delete")):
         refused = client.request(method, path, json={"model": "mine"}, headers=page)
         assert refused.status_code == 403, refused.text
-    far = TestClient(create_app(service, hosts=()), base_url="http://192.0.2.7", client=("192.0.2.9", 1))
+    far = TestClient(create_app(Services(service), hosts=()), base_url="http://192.0.2.7", client=("192.0.2.9", 1))
     assert far.request("DELETE", "/api/delete", json={"model": "mine"}).status_code == 403
-    service.api_key = "secret"
+    keyed = Services(service, api_key="secret")
+    far = TestClient(create_app(keyed, hosts=()), base_url="http://192.0.2.7", client=("192.0.2.9", 1))
     known = {"Authorization": "Bearer secret"}
     assert far.request("DELETE", "/api/delete", json={"model": "mine"}, headers=known).status_code == 200
     assert "mine" not in registered_folders() and (tmp_path / "mine.gguf").exists()

@@ -69,7 +69,7 @@ async def test_a_full_queue_refuses_and_a_cancelled_job_makes_room(scheduler: Sc
     texts = [await text_of(each) for each in (waiting[0], waiting[2], waiting[3], last)]
     assert len(set(texts)) == 1 and texts[0]
     await text_of(running)
-    assert running.stats.new_tokens < 1900 and running.finish_reason == "cancelled"
+    assert running.stats.new_tokens < 1900 and running.stats.finish_reason == "cancelled"
 
 
 async def test_a_prompt_is_left_while_it_is_read(scheduler: Scheduler, model: Model):
@@ -78,7 +78,7 @@ async def test_a_prompt_is_left_while_it_is_read(scheduler: Scheduler, model: Mo
     await reached(lambda: scheduler.num_running == 1)
     ticket.cancel()
     assert await text_of(ticket) == ""
-    assert ticket.finish_reason == "cancelled" and ticket.stats.new_tokens == 0
+    assert ticket.stats.finish_reason == "cancelled" and ticket.stats.new_tokens == 0
 
 
 async def test_a_failure_reaches_its_reader_and_no_other(
@@ -134,7 +134,9 @@ async def test_64_clients_and_random_cancels_on_four_slots(tmp_path: Path):
             if index in leaving:
                 asyncio.get_running_loop().call_later(random.random() * 0.2, ticket.cancel)
             ids = [event.token_id async for events in ticket for event in events]
-            assert ticket.finish_reason is not None and (ticket.finish_reason != "cancelled" or index in leaving)
+            assert ticket.stats.finish_reason is not None and (
+                ticket.stats.finish_reason != "cancelled" or index in leaving
+            )
             return ids
 
         found = await asyncio.gather(*(client(index) for index in range(64)))
@@ -168,7 +170,7 @@ async def test_a_caller_in_the_process_gets_the_model_between_answers(tmp_path: 
 
 @pytest.mark.parametrize("is_stream", [True, False])
 async def test_a_client_that_leaves_ends_its_generation_and_no_other(service: Service, model: Model, is_stream: bool):
-    scheduler, app = service.require().scheduler, create_app(service)
+    scheduler, app = service.require().scheduler, create_app(Services(service))
     bias = {str(token_id): -100 for token_id in model.target.vocabulary.end_ids}
     running = Client(app, stream=is_stream, logit_bias=bias, max_tokens=None)
     await reached(lambda: scheduler.num_running == 1)
@@ -195,9 +197,9 @@ async def test_a_request_that_takes_long_to_prepare_holds_up_nobody(model: Model
     monkeypatch.setitem(app.ENDPOINTS, "/v1/chat/completions", chat)
     service = Service("demo")
     service.use(model)
-    served = create_app(service)
+    served = create_app(Services(service))
     left = Client(served, stream=True)
-    await reached(lambda: health(Services.of(service))[0]["preparing"] == 1)
+    await reached(lambda: health(Services(service))[0]["preparing"] == 1)
     beside = Client(served, "/v1/completions", messages=None, prompt="Once", max_tokens=2)
     await beside.task
     assert beside.sent[0]["status"] == 200
@@ -235,7 +237,7 @@ async def test_an_answer_that_takes_too_long_is_an_error(model: Model):
     service = Service("demo")
     service.limits = type(service.limits)(timeout_s=0.25)
     service.use(model)
-    app = create_app(service)
+    app = create_app(Services(service))
     bias = {str(token_id): -100 for token_id in model.target.vocabulary.end_ids}
     whole = Client(app, logit_bias=bias)
     await whole.task

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from asgi_client import Client
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.server.app import create_app
-from edgespec.server.service import Service
+from edgespec.server.service import Service, Services
 from edgespec.server.web import NOTES
 from serving import post, streamed
 from waiting import reached
@@ -96,11 +96,6 @@ def test_a_stream_has_strict_deltas(client, model, greedy, plain):
     assert client.post(CHAT, json=SHORT | {"stream": True}).text.endswith("}\n\ndata: [DONE]\n\n")
 
 
-def test_a_prompt_read_before_is_cached(client):
-    first, second = (ask(client, temperature=0)["usage"] for _ in range(2))
-    assert second["prompt_tokens_details"]["cached_tokens"] == first["prompt_tokens"] - 1
-
-
 def test_seeds_give_the_texts_of_the_model(client, model):
     options = GenerateOptions(max_tokens=24, drafter="none")
     expected = [
@@ -115,12 +110,6 @@ def test_seeds_give_the_texts_of_the_model(client, model):
     for chunk in stream(client, temperature=1.0, seed=7, n=3):
         texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["delta"].get("content", "")
     assert texts == expected
-
-
-@pytest.mark.usefixtures("fresh_seeds")
-def test_requests_without_a_seed_differ(client):
-    texts = {ask(client, temperature=1.5)["choices"][0]["message"]["content"] for _ in range(6)}
-    assert len(texts) > 1
 
 
 @pytest.mark.usefixtures("fresh_seeds")
@@ -184,7 +173,7 @@ def test_a_tool_call_is_parsed_and_ends_the_answer(client):
     (choice,) = answer["choices"]
     (call,) = choice["message"]["tool_calls"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
-    assert call["type"] == "function" and call["id"].startswith("call_")
+    assert call["type"] == "function" and len(call["id"]) == 9
     assert call["function"]["name"] == "GetWeather"
     assert json.loads(call["function"]["arguments"]) == {"city": "San Jose", "date": "2019-03-05"}
     assert answer["usage"]["completion_tokens"] < 100
@@ -194,19 +183,12 @@ def test_deltas_of_a_tool_call_have_its_index_and_the_first_its_id(client):
     chunks = stream(client, messages=WEATHER, tools=[TOOL], temperature=0, max_tokens=200)
     deltas = [each for chunk in chunks for each in chunk["choices"][0]["delta"].get("tool_calls", [])]
     first, *others = deltas
-    assert first["index"] == 0 and first["id"].startswith("call_") and first["function"]["name"] == "GetWeather"
+    assert first["index"] == 0 and len(first["id"]) == 9 and first["function"]["name"] == "GetWeather"
     assert all(delta["index"] == 0 and "id" not in delta for delta in others)
     arguments = "".join(delta["function"]["arguments"] for delta in deltas)
     assert json.loads(arguments) == {"city": "San Jose", "date": "2019-03-05"}
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
     assert not any(chunk["choices"][0]["delta"].get("content") for chunk in chunks)
-
-
-def test_a_result_of_a_tool_is_answered(client):
-    call = ask(client, messages=WEATHER, tools=[TOOL], temperature=0, max_tokens=200)["choices"][0]["message"]
-    result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": '{"temperature": "70"}'}
-    answer = ask(client, messages=[*WEATHER, call, result], tools=[TOOL], temperature=0)
-    assert answer["choices"][0]["message"]["content"].strip()
 
 
 def test_tool_choice_none_shows_no_tools(client):
@@ -262,7 +244,6 @@ def test_a_prediction_is_drafted_from(client: TestClient):
 
 
 BEGUN = [*QUESTION, {"role": "assistant", "content": "Sure. What "}]
-NO_ARGUMENTS = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
 @pytest.fixture
@@ -284,21 +265,6 @@ def test_every_protocol_goes_on_with_the_last_message(client: TestClient, expect
     assert response["output"][0]["content"][0]["text"] == expected.text
     counted = post(client, "/v1/messages/count_tokens", messages=BEGUN)
     assert counted == {"input_tokens": len(expected.prompt_token_ids)}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"response_format": {"type": "json_object"}},
-        {"grammar": 'start: "a"'},
-        {"tools": [NO_ARGUMENTS], "tool_choice": "required"},
-    ],
-)
-def test_what_cannot_hold_for_both_parts_is_refused(client: TestClient, fields: dict[str, Any]) -> None:
-    pytest.importorskip("llguidance")
-    answered = client.post("/v1/chat/completions", json={"messages": BEGUN, "max_tokens": 4} | fields)
-    assert answered.status_code == 400
-    assert "Leave out that message" in answered.json()["error"]["message"]
 
 
 # -- Conversations that hold what a text model cannot read, or what a model wrote wrongly, go on in every protocol
@@ -336,19 +302,12 @@ def llama(message: dict[str, Any]) -> dict[str, Any]:
     ("path", "body", "noted"),
     [
         ("/v1/chat/completions", chat(content=None), ""),
-        ("/v1/chat/completions", chat(), ""),
         ("/v1/chat/completions", chat(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "image_url"),
-        ("/v1/messages", claude(None), ""),
         ("/v1/messages", claude([{"type": "text", "text": "a"}, IMAGE]), "image"),
-        ("/v1/messages", claude([{"type": "document", "source": {"type": "base64", "data": "AAAA"}}]), "document"),
-        ("/v1/responses", response({"type": "function_call_output", "call_id": "c", "output": None}), ""),
         ("/v1/responses", response({"type": "function_call_output", "call_id": "c", "output": [
             {"type": "input_image"}]}), "input_image"),
         ("/v1/responses", response({"type": "web_search_call", "id": "w", "action": {"query": "x"}}), ""),
-        ("/v1/responses", response({"type": "message", "role": "assistant", "content": [
-            {"type": "refusal", "refusal": "No."}]}, {"role": "user", "content": "Why?"}), ""),
         ("/api/chat", llama({"role": "user", "content": "Why?"}), "image"),
-        ("/api/chat", llama({"role": "tool", "content": "x", "images": ["AAAA"]}), "image"),
     ],
 )  # fmt: skip
 def test_it_goes_on(client: TestClient, path: str, body: dict[str, Any], noted: str) -> None:
@@ -404,7 +363,7 @@ async def test_it_is_sent_while_the_prompt_is_read(service: Service, model: Mode
         return forward(*given)
 
     monkeypatch.setattr(model.target, "forward", slow)
-    client = Client(create_app(service), messages=LONG_CHAT["messages"], return_progress=True, stream=True)
+    client = Client(create_app(Services(service)), messages=LONG_CHAT["messages"], return_progress=True, stream=True)
     await reached(lambda: b"prompt_progress" in client.body)
     client.leave()
     await client.task

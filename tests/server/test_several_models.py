@@ -18,8 +18,9 @@ from edgespec import LoadOptions, Sampling
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.loading.requirements import resolve_pair
 from edgespec.server import web
-from edgespec.server.facts import entry, shown
-from edgespec.server.service import Known, Service
+from edgespec.server.facts import show
+from edgespec.server.service import Known
+from serving import serving
 from several import DRAFT, FIELDS, GGUF, ONNX, PATHS, Host, alone
 from tiny_bert import write_bert
 from tiny_gguf import SPECIALS, Shape, write_model
@@ -128,12 +129,12 @@ def test_lists_say_what_can_be_asked_for_and_what_is_loaded(host: Host):
 
 async def test_a_request_for_another_model_waits_for_the_answers_that_run(host: Host, hasty: None):
     running = endless(host, GGUF)
-    await reached(lambda: running.sent)
+    await reached(lambda: host.services.num_running)
     waiting = Client(host.app, model=ONNX, max_tokens=4, stream=True)
     whole = Client(host.app, model=ONNX, max_tokens=4)
     await reached(lambda: b": ping" in waiting.body)
     late = Client(host.app, model=GGUF, max_tokens=4)  # behind the others, which came before
-    await reached(lambda: host[GGUF].service.num_waiting == 1)
+    await reached(lambda: host[GGUF].service.residence.num_waiting == 1)
     assert not running.task.done() and host[ONNX].num_loads == 0 and not late.sent and not whole.sent
     assert host.client.get("/health").json() == {"status": "ok", "running": 1, "waiting": 3, "preparing": 0}
     for client in (running, waiting, whole, late):
@@ -183,7 +184,7 @@ async def test_many_requests_for_all_models_at_once_are_all_answered(hosts: Make
     statuses = [client.sent[0]["status"] if client.sent else None for client in clients]
     assert {status for index, status in enumerate(statuses) if index % 4} == {200}
     assert most <= 2
-    assert all(each.service.num_waiting == 0 for each in host.models.values())
+    assert all(each.service.residence.num_waiting == 0 for each in host.models.values())
 
 
 async def test_the_least_recently_used_idle_model_goes(hosts: MakeHost):
@@ -210,9 +211,9 @@ async def test_a_client_that_leaves_while_it_waits_keeps_no_model_out(host: Host
     await reached(lambda: running.sent)
     leaving = [Client(host.app, model=ONNX, stream=is_stream) for is_stream in (True, False)]
     leaving.append(Client(host.app, "/tokenize", messages=None, max_tokens=None, content="hi", model=ONNX))
-    await reached(lambda: host[ONNX].service.num_waiting == 3)
+    await reached(lambda: host[ONNX].service.residence.num_waiting == 3)
     held = Client(host.app, model=GGUF, max_tokens=4)
-    await reached(lambda: host[GGUF].service.num_waiting == 1)
+    await reached(lambda: host[GGUF].service.residence.num_waiting == 1)
     for client in leaving:
         client.leave()
         await client.task
@@ -254,7 +255,7 @@ async def test_too_many_that_wait_for_a_model_are_refused(hosts: MakeHost):
     running = endless(host, GGUF)
     await reached(lambda: running.sent)
     waiting = [Client(host.app, model=ONNX, max_tokens=4) for _ in range(2)]
-    await reached(lambda: host[ONNX].service.num_waiting == 2)
+    await reached(lambda: host[ONNX].service.residence.num_waiting == 2)
     refused = Client(host.app, model=ONNX, max_tokens=4)
     await refused.task
     assert refused.sent[0]["status"] == 429 and b"queue_full" in refused.body
@@ -281,7 +282,7 @@ async def test_a_stop_refuses_who_waits_and_lets_the_answer_end(host: Host):
     running = endless(host, GGUF, max_tokens=100)
     await reached(lambda: running.sent)
     waiting = Client(host.app, model=ONNX)
-    await reached(lambda: host[ONNX].service.num_waiting == 1)
+    await reached(lambda: host[ONNX].service.residence.num_waiting == 1)
     host.services.stop()
     await waiting.task
     assert waiting.sent[0]["status"] == 503 and b"stopping" in waiting.body
@@ -299,13 +300,14 @@ def test_ollamas_keep_alive_is_of_one_model(hosts: MakeHost):
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    assert ollama(ONNX, keep_alive=0)["done_reason"] == "unload" and host[ONNX].num_loads == 0
+    assert ollama(ONNX, keep_alive=0)["done_reason"] == "unload"
+    until(lambda: host.loaded == [GGUF])
     assert ollama(ONNX, keep_alive=-1)["done_reason"] == "load" and host.loaded == [GGUF, ONNX]
     expires = {each["name"]: each["expires_at"] for each in host.client.get("/api/ps").json()["models"]}
     assert expires[ONNX].startswith("9999") and not expires[GGUF].startswith("9999")
     assert ollama(GGUF, keep_alive=0)["done_reason"] == "unload"
     until(lambda: host[GGUF].is_closed)
-    assert host.loaded == [ONNX] and host[ONNX].num_loads == 1
+    assert host.loaded == [ONNX] and host[ONNX].num_loads == 2
 
 
 # -- What the files of a model say of it before it is loaded, and what a load says then
@@ -336,14 +338,12 @@ MAKE: dict[str, Callable[[Path], object]] = {
 def test_it_is_told_as_after_its_load(tmp_path: Path, kind: str, options: dict[str, Any], capabilities: list[str]):
     chosen = LoadOptions(model=str(MAKE[kind](tmp_path / "model.gguf")), threads=TEST_THREADS, **options)
     pair = resolve_pair(chosen)
-    before = Known.read("name", chosen, pair, Sampling(**dict(pair.recommended)), None, None)
-    with edgespec.load(chosen) as model:
-        service = Service("name")
-        service.use(model)
-        after = Known.of(service.require())
-        service.require().scheduler.close()
-    assert entry(before) == entry(after) and shown(before) == shown(after)
-    assert shown(before)["capabilities"] == capabilities
-    assert before.context_length == after.context_length
-    unknown = {"total_slots", "device", "reproducible"}
-    assert {key for key, value in after.settings.items() if before.settings[key] != value} <= unknown
+    known = Known.read(chosen, pair, Sampling(**dict(pair.recommended)), None)
+    with edgespec.load(chosen) as model, serving(model) as service:
+        service._known = known
+        assert show(service, {})["capabilities"] == capabilities
+        facts, target = known.facts, model.target
+        assert facts.chat_template == (target.vocabulary.chat_template or "")
+        assert (facts.engine, facts.architecture) == (target.facts.name, target.facts.architecture)
+        assert (facts.weight_bytes, facts.pooling) == (target.facts.weight_bytes, target.facts.pooling)
+        assert known.context_length == model.context_length and known.settings["verify"] == model.options.verify

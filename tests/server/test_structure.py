@@ -115,14 +115,8 @@ def test_ollamas_format(client: TestClient):
 )
 @pytest.mark.parametrize("parallel", [True, False])
 def test_a_forced_call_is_a_call_of_the_tools(client: TestClient, choice: Any, names: set[str], parallel: bool):
-    greeting = [{"role": "user", "content": "Tell me a story."}]
-    fields = {
-        "tools": TOOLS,
-        "tool_choice": choice,
-        "parallel_tool_calls": parallel,
-        "messages": greeting,
-        "max_tokens": 300,
-    }
+    fields = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": parallel, "max_tokens": 300}
+    fields["messages"] = [{"role": "user", "content": "Tell me a story."}]
     (found,) = post(client, CHAT, **fields)["choices"]
     assert found["finish_reason"] == "tool_calls" and found["message"]["content"] is None
     calls = found["message"]["tool_calls"]
@@ -149,11 +143,7 @@ def test_the_limit_within_a_later_call_is_no_end_of_the_calls(client: TestClient
 def test_a_forced_call_has_the_listed_arguments_only(client: TestClient, required: list[str]):
     """Also where the schema would allow others, which a small model would invent until its tokens are used up."""
     schema = {"type": "object", "properties": {"size": {"enum": ["big", "small"]}}, "required": required}
-    fields = {
-        "tools": [tool("order", schema)],
-        "tool_choice": "required",
-        "messages": [{"role": "user", "content": "?"}],
-    }
+    fields = {"tools": [tool("order", schema)], "tool_choice": "required", "messages": QUESTION}
     (found,) = post(client, CHAT, **fields, max_tokens=200)["choices"]
     assert found["finish_reason"] == "tool_calls"
     for call in found["message"]["tool_calls"]:
@@ -164,11 +154,7 @@ def test_a_forced_call_has_the_listed_arguments_only(client: TestClient, require
 @pytest.mark.parametrize("required", [3, [["size"]], ["other"]])
 def test_a_strange_list_of_required_arguments_is_no_server_error(client: TestClient, required: Any):
     schema = {"type": "object", "properties": {"size": {"enum": ["big", "small"]}}, "required": required}
-    fields = {
-        "tools": [tool("order", schema)],
-        "tool_choice": "required",
-        "messages": [{"role": "user", "content": "?"}],
-    }
+    fields = {"tools": [tool("order", schema)], "tool_choice": "required", "messages": QUESTION}
     answered = client.post(CHAT, json={"model": "demo", **fields, "max_tokens": 30})
     assert answered.status_code in (200, 400)
 

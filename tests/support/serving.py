@@ -19,7 +19,7 @@ import edgespec
 from demo import TEST_THREADS, heed_interrupts
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.server.app import create_app
-from edgespec.server.service import Limits, Service
+from edgespec.server.service import Limits, Service, Services
 
 BASE_URL = "http://127.0.0.1"
 ENDS_WITHIN_S = 60.0
@@ -49,8 +49,8 @@ def serving(
         service.require().scheduler.close()
 
 
-def client_of(service: Service, **settings: Any) -> TestClient:
-    return TestClient(create_app(service, **settings), base_url=BASE_URL)
+def client_of(service: Service, api_key: str | None = None, **settings: Any) -> TestClient:
+    return TestClient(create_app(Services(service, api_key=api_key), **settings), base_url=BASE_URL)
 
 
 def post(client: TestClient, path: str, body: dict[str, Any] | None = None, **fields: Any) -> Any:

@@ -15,6 +15,7 @@ from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, LoadOptions, Model
 from edgespec.loading.requirements import resolve_pair
 from edgespec.server.app import create_app
+from edgespec.server.metrics import Metrics
 from edgespec.server.residence import Places
 from edgespec.server.service import Known, Limits, Service, Services
 from serving import BASE_URL
@@ -41,6 +42,11 @@ class Served:
         self.check_fails: Exception | None = None
         self.gate = threading.Event()
         self.gate.set()
+
+    def known(self) -> Known:
+        pair = resolve_pair(self.options)
+        recommended: dict[str, Any] = dict(pair.recommended)
+        return Known.read(self.options, pair, edgespec.Sampling(**recommended), GenerateOptions().max_tokens)
 
     def check(self) -> None:
         if self.check_fails is not None:
@@ -71,26 +77,16 @@ class Host:
     """The server of the models `names`, of which the first is loaded."""
 
     def __init__(self, names: Sequence[str] = (GGUF, ONNX), most: int = 1, **settings: Any) -> None:
-        places = Places(most)
+        places, metrics = Places(most), Metrics()
         limits = Limits(**settings.pop("limits", {}))
         aliases = settings.pop("aliases", {})
         self.models: dict[str, Served] = {}
         for name in names:
-            beside = tuple(other for other in names if other != name)
-            service = Service(name, limits, places=places, beside=beside, **settings)
-            service.aliases = aliases.get(name, ())
+            service = Service(name, limits, metrics, aliases=aliases.get(name, ()), places=places, **settings)
             self.models[name] = Served(name, service)
+            service.residence.begin(self.models[name])
         self.services = Services(*(each.service for each in self.models.values()))
-        first, *others = self.models.values()
-        first.service.may_unload(first)
-        for each in others:
-            pair = resolve_pair(each.options)
-            recommended: dict[str, Any] = dict(pair.recommended)
-            sampling = edgespec.Sampling(**recommended)
-            most_tokens = GenerateOptions().max_tokens
-            each.service.unloaded = Known.read(each.name, each.options, pair, sampling, most_tokens, None)
-            each.service.may_unload(each)
-        first.load()
+        self.models[names[0]].load()
         self.app = create_app(self.services)
         self.client = TestClient(self.app, base_url=BASE_URL)
 

@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.formats.architectures import ARCHITECTURES, PERMUTE_K, PERMUTE_Q, Sizes, Tensor
+from edgespec.formats.architectures import PERMUTE_K, PERMUTE_Q, Sizes, Tensor
 from edgespec.formats.gguf.tables import KINDS
 from tiny_gguf import Shape, begin, finish, vocabulary, write_vocabulary
 
@@ -53,7 +53,7 @@ class Case:
     def places(self) -> Iterator[tuple[str, str, Tensor]]:
         """(internal name, GGUF name, row of the table) of all tensors."""
         kind = KINDS[self.kind]
-        table = kind.table or ARCHITECTURES[kind.hub]
+        table = kind.table
         for name, row in table.outer.items():
             if not (self.is_tied and name == "lm_head.weight"):
                 yield name, row.name, row

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from edgespec.formats.architectures import ARCHITECTURES, Architecture, Sizes
-from edgespec.formats.checkpoint import INDEX, Checkpoint
+from edgespec.formats.checkpoint import Checkpoint
 from edgespec.formats.gguf.tokenizer import GPT_4O, LLAMA3, QWEN2, SPACE, TEKKEN
 
 VOCABULARY = 400
@@ -83,7 +83,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
             "architectures": ["Gemma2ForCausalLM"],
             "model_type": "gemma2",
             **GEMMA,
-            "query_pre_attn_scalar": 20,
+            "query_pre_attn_scalar": 32,
             "attn_logit_softcapping": 4.0,
             "final_logit_softcapping": 8.0,
             "sliding_window": 6,
@@ -95,7 +95,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
             "architectures": ["Gemma3ForCausalLM"],
             "model_type": "gemma3_text",
             **GEMMA,
-            "query_pre_attn_scalar": 20,
+            "query_pre_attn_scalar": 32,
             "sliding_window": 6,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "rope_local_base_freq": 100.0,
@@ -132,7 +132,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "gemma3-capped": ("gemma3", {"final_logit_softcapping": 5.0}, ()),
     "gemma3-pattern": ("gemma3", {"sliding_window_pattern": 2}, ("layer_types",)),
     # What config.json leaves out, and what it says of layers that are all alike.
-    "gemma3-silent": ("gemma3", {}, ("query_pre_attn_scalar", *UNROTATED)),
+    "gemma3-silent": ("gemma3", {}, UNROTATED),
     "smollm3-silent": ("smollm3", {}, ("rope_theta",)),
     "llama-kinds": ("smollm2", {"sliding_window": 6, "layer_types": ["sliding_attention"] * 3}, ()),
 }
@@ -229,7 +229,7 @@ def shard(folder: Path, parts: int = 3) -> dict[str, str]:
         write_safetensors(folder / file, {name: checkpoint.weights(name) for name in mine})
         placed |= dict.fromkeys(mine, file)
     (folder / "model.safetensors").unlink()
-    (folder / INDEX).write_text(json.dumps({"weight_map": placed}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
     return placed
 
 

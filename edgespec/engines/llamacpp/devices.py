@@ -179,18 +179,9 @@ class LayerSizes:
 def room_on_devices(names: Sequence[str] | None) -> int:
     """Bytes that models may take on the devices `names` together; None: on all GPUs of this build.
 
-    Raises CapabilityError for an unknown device, or one whose driver does not tell its memory.
+    Raises CapabilityError for one whose driver does not tell its memory. The load names a device that is not there.
     """
-    known = gpus()
-    if names is not None:
-        missing = [name for name in names if name not in {device.name for device in known}]
-        if missing:
-            raise CapabilityError(
-                f"there is no GPU {missing[0]!r}; this build of llama.cpp sees: "
-                f"{', '.join(device.name for device in known) or 'none'}"
-            )
-        known = [device for device in known if device.name in names]
-    return sum(map(_room_on, known))
+    return sum(_room_on(device) for device in gpus() if names is None or device.name in names)
 
 
 def _room_on(device: Device) -> int:

@@ -251,7 +251,7 @@ class GgufFile(Source):
 
     def config(self) -> ModelConfig:
         found = self.model
-        return ModelConfig(found.kind.model_type, found.config.max_positions, found.config.head_dim)
+        return ModelConfig(found.header.architecture, found.config.max_positions, found.config.head_dim)
 
     def graph(self, cells: int = 0) -> Any:
         return self._write(cells)[0]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from edgespec.errors import CapabilityError
-from edgespec.installation import install_command
+from edgespec.installation import IMPORT_FAILURES, not_importable
 
 try:
-    import gguf as _gguf  # noqa: F401
-except ImportError as exc:
-    raise CapabilityError(f"converting to GGUF needs the package gguf: {install_command('convert')}") from exc
+    import gguf as gguf
+except IMPORT_FAILURES as exc:
+    raise not_importable("an export", exc, "gguf", "convert") from exc

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import numpy as np
 from gguf.quants import quantize
 from numpy.typing import NDArray
 
-from edgespec.engines.llamacpp.library import complaints, forget_complaints, library, listening, uninterrupted
+from edgespec.engines.llamacpp.library import complaints, forget_complaints, library, uninterrupted
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.gguf.tokenizer import write_tokenizer
 from edgespec.formats.architectures import (
@@ -33,7 +32,6 @@ from edgespec.formats.architectures import (
     Tensor,
     apply,
     architecture_of,
-    attention_factor,
     canonical_name,
     layer_kinds,
     layer_number,
@@ -90,10 +88,8 @@ def convert(
         found = architecture_of(checkpoint)
         sizes = found.sizes(checkpoint)
         plan = plan_tensors(checkpoint, found, sizes)
-        attention_factor(checkpoint, found, sizes)  # which may be impossible: found before anything is written
         tensors: Tensors = {
-            tensor: (planned.shape, partial(_weights, checkpoint, found, sizes, planned))
-            for tensor, planned in plan.items()
+            tensor: (planned.shape, partial(_weights, checkpoint, sizes, planned)) for tensor, planned in plan.items()
         }
         tensors |= rotary_tensors(checkpoint, sizes)
 
@@ -226,10 +222,10 @@ def stored_type(shape: tuple[int, ...], wanted: gguf.GGMLQuantizationType) -> gg
     return wanted if shape[-1] % block == 0 else gguf.GGMLQuantizationType.F16
 
 
-def _weights(checkpoint: Checkpoint, found: Architecture, sizes: Sizes, planned: Planned) -> Weights:
+def _weights(checkpoint: Checkpoint, sizes: Sizes, planned: Planned) -> Weights:
     weights = checkpoint.weights(planned.source)
     checkpoint.check_finite(planned.source, _extremes(weights))
-    return apply(planned.tensor.change, weights, checkpoint, found, sizes)
+    return apply(planned.tensor.change, weights, sizes)
 
 
 def _quantised(weights: Weights, kind: gguf.GGMLQuantizationType, name: str) -> Any:
@@ -319,7 +315,6 @@ _QUANTISED = (
 )
 FILE_TYPES = {name: int(gguf.LlamaFileType[f"MOSTLY_{name.upper()}"]) for name in _QUANTISED}
 GGUF_QUANTS: tuple[str, ...] = ("f32", "f16", "bf16", *FILE_TYPES)
-_TENSOR_LINE = re.compile(r"\[\s*(\d+)/\s*(\d+)\]\s+(\S+)")
 
 
 def check_quant(quant: str) -> None:
@@ -342,7 +337,6 @@ def quantise(
     *,
     threads: int | None = None,
     may_requantise: bool = False,
-    progress: Progress = no_progress,
 ) -> None:
     """Quantise a GGUF of f32, f16 or bf16 to one of FILE_TYPES; rows that its blocks do not divide get another type.
 
@@ -355,29 +349,11 @@ def quantise(
     params.ftype = FILE_TYPES[quant] if quant in FILE_TYPES else int(OUTPUT_TYPES[cast(OutputType, quant)][1])
     params.nthread = threads or physical_cores()
     params.allow_requantize = may_requantise
-    with atomic_file(output) as temporary:
-        _run(llama, source, temporary, params, progress)
-
-
-def _run(llama: Any, source: Path, temporary: Path, params: Any, progress: Progress) -> None:
-    """Call the library. An exception of `progress` is raised after the call, which cannot be interrupted."""
-    raised: list[BaseException] = []
-
-    def hear(line: str) -> None:
-        if not raised and (found := _TENSOR_LINE.match(line)):
-            try:
-                progress(int(found[1]), int(found[2]), found[3])
-            except BaseException as error:  # must not propagate through the C library; raised below
-                raised.append(error)
-
     forget_complaints()
-    with listening(hear):
+    with atomic_file(output) as temporary:
         names = os.fsencode(source), os.fsencode(temporary)
-        failed = uninterrupted(lambda: llama.llama_model_quantize(*names, ctypes.byref(params)), lambda _: None)
-    if raised:
-        raise raised[0]
-    if failed:
-        raise _failure(source, temporary)
+        if uninterrupted(lambda: llama.llama_model_quantize(*names, ctypes.byref(params)), lambda _: None):
+            raise _failure(source, temporary)
 
 
 def _failure(source: Path, temporary: Path) -> Exception:

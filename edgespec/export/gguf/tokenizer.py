@@ -17,7 +17,7 @@ import gguf
 
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.errors import ModelFileError
-from edgespec.export.reference import PROBE_TEXTS, read_tokenizer
+from edgespec.export.check import PROBE_TEXTS, read_tokenizer
 from edgespec.formats.checkpoint import Checkpoint
 from edgespec.formats.gguf.tokenizer import (
     SPACE,
@@ -47,7 +47,7 @@ def write_tokenizer(writer: gguf.GGUFWriter, checkpoint: Checkpoint, vocab_size:
 
 def _write_tokenizer(writer: gguf.GGUFWriter, checkpoint: Checkpoint, vocab_size: int) -> None:
     folder = checkpoint.folder
-    tokenizer, settings = read_json(folder / "tokenizer.json"), read_settings(folder)
+    tokenizer, settings = read_json(folder / "tokenizer.json"), read_json(folder / "tokenizer_config.json")
     model = tokenizer.get("model")
     if not isinstance(model, dict) or model.get("type") != "BPE" or not isinstance(model.get("vocab"), dict):
         kind = model.get("type") if isinstance(model, dict) else None
@@ -67,12 +67,6 @@ def _write_tokenizer(writer: gguf.GGUFWriter, checkpoint: Checkpoint, vocab_size
     _write_special_ids(writer, checkpoint, tokenizer, settings, texts)
     if template := chat_template(folder, settings):
         writer.add_chat_template(template)
-
-
-def read_settings(folder: Path) -> Settings:
-    """tokenizer_config.json, plus special_tokens_map.json, in which older checkpoints name special tokens."""
-    named = folder / "special_tokens_map.json"
-    return (read_json(named) if named.is_file() else {}) | read_json(folder / "tokenizer_config.json")
 
 
 def _write_spm(
@@ -228,7 +222,7 @@ def check_tokenizer(folder: Path, gguf_path: Path) -> int:
                     f"expected {wanted[:12]}. This tokenizer is not supported"
                 )
             checked += 1
-        wants_bos = adds_bos(source, read_settings(folder))
+        wants_bos = adds_bos(source, read_json(folder / "tokenizer_config.json"))
         if wants_bos != ours.adds_bos:
             raise ModelFileError(f"{gguf_path}: add_bos is {ours.adds_bos}, {folder} says {wants_bos}")
     return checked

@@ -26,20 +26,12 @@ HEAD_NAMES: Mapping[HeadKind, str] = {
     "mtp": "a multi-token prediction layer",
 }
 GEMMA4_DRAFTER = "gemma4-assistant"
-_OF_FORKS = {
-    "gemma4_assistant": "a fork of llama.cpp wrote it, in a way that llama.cpp does not know: give a drafter that "
-    "llama.cpp's own converter wrote (mtp-*.gguf)"
-}
 _HEAD_ARCHITECTURES: Mapping[str, HeadKind] = {"eagle3": "eagle3", "dflash": "dflash", GEMMA4_DRAFTER: "mtp"}
 # https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: general.type
-_PROJECTOR = (
-    "it is a multimodal projector (mmproj), which encodes images or sound: give the model's own .gguf file; only text "
-    "is supported"
-)
 _OF_TYPE = {
-    "mmproj": _PROJECTOR,
-    "adapter": "it is a LoRA adapter, which changes a model: merge the two with llama.cpp's llama-export-lora first",
-    "imatrix": "it is an importance matrix, an input of llama-quantize: give the .gguf file of the model",
+    "mmproj": "a multimodal projector (mmproj), which encodes images or sound",
+    "adapter": "a LoRA adapter, which changes a model",
+    "imatrix": "an importance matrix, an input of llama-quantize",
 }
 # Whose multi-token prediction layers read the hidden state behind the final norm. Tests run the first one.
 _WITH_MTP = ("qwen35", "qwen35moe")
@@ -61,15 +53,16 @@ def _is_encoder(header: GgufHeader) -> bool:
 
 def require_language_model(path: Path, header: GgufHeader) -> None:
     """Raises ModelFileError, naming what the file is and what to give instead, for one that writes and drafts none."""
-    kind = str(header.metadata.get("general.type", ""))
-    reason = _PROJECTOR if header.architecture == "clip" else _OF_TYPE.get(kind, _OF_FORKS.get(header.architecture))
-    if reason is None and (_is_encoder(header) or header.architecture in _ENCODERS):
-        reason = (
-            f"{header.architecture} models read a whole text at once, for embeddings or reranking: give one that "
-            "writes token by token, such as a Llama or Qwen"
+    kind = "mmproj" if header.architecture == "clip" else str(header.metadata.get("general.type", ""))
+    if kind in _OF_TYPE:
+        raise ModelFileError(
+            f"{path} is not a text-generation model: it is {_OF_TYPE[kind]}: give the .gguf file of a model"
         )
-    if reason is not None:
-        raise ModelFileError(f"{path} is not a text-generation model: {reason}")
+    if _is_encoder(header) or header.architecture in _ENCODERS:
+        raise ModelFileError(
+            f"{path} is not a text-generation model: {header.architecture} models read a whole text at once, for "
+            "embeddings or reranking: give one that writes token by token, such as a Llama or Qwen"
+        )
 
 
 def head_kind(header: GgufHeader) -> HeadKind | None:
@@ -233,7 +226,7 @@ def _bad_vocabulary(header: GgufHeader) -> Iterator[str]:
         yield "it has no tokenizer"
     if model in ("none", "no_vocab"):
         yield "it has no vocabulary, so no text can be read or written"
-    tokens = _strings(header, "tokens")
+    tokens = header.tokens
     if not tokens:
         yield "its vocabulary is empty"
         return
@@ -258,8 +251,3 @@ def _values(header: GgufHeader, name: str) -> tuple[Scalar, ...]:
     if found is None or isinstance(found, GgufStrings):
         return ()
     return found.items if isinstance(found, GgufNumbers) else (found,)
-
-
-def _strings(header: GgufHeader, name: str) -> list[bytes]:
-    found = header.metadata.get(f"tokenizer.ggml.{name}")
-    return found.items if isinstance(found, GgufStrings) else []

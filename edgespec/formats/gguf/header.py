@@ -8,12 +8,13 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, overload
+from typing import Any, BinaryIO, TypeVar
 
 from edgespec.errors import ModelFileError, ModelNotFound
 
@@ -66,46 +67,24 @@ class GgufNumbers:
     items: tuple[Scalar, ...]
 
 
-class GgufStrings(Sequence[bytes]):
+class GgufStrings:
     """An array of strings in the metadata, as it lies in the file: each an 8-byte length and its bytes.
 
-    A vocabulary has some hundred thousand of them and few are looked at, so that they are cut out on first use.
+    A vocabulary has some hundred thousand of them and not all are looked at, so that they are cut out on first use.
     """
 
     def __init__(self, data: bytes, count: int) -> None:
-        self.data = data
-        self._count = count
-        self._items: list[bytes] | None = None
+        self._data, self.count = data, count
 
-    @property
+    @cached_property
     def items(self) -> list[bytes]:
-        if self._items is None:
-            data, at, found = self.data, 0, []
-            unpack = LENGTH.unpack_from
-            for _ in range(self._count):
-                begin = at + 8
-                at = begin + unpack(data, at)[0]
-                found.append(data[begin:at])
-            self._items = found
-        return self._items
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[bytes]: ...
-    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        return self.items[index]
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self.items)
-
-    def __eq__(self, other: object) -> bool:
-        return self.items == (other.items if isinstance(other, GgufStrings) else other)
-
-    __hash__ = None  # type: ignore[assignment]
+        data, at, found = self._data, 0, []
+        unpack = LENGTH.unpack_from
+        for _ in range(self.count):
+            begin = at + 8
+            at = begin + unpack(data, at)[0]
+            found.append(data[begin:at])
+        return found
 
 
 Value = Scalar | GgufNumbers | GgufStrings
@@ -138,15 +117,13 @@ class TensorInfo:
 class GgufHeader:
     """All that stands before the tensor data, which begins at byte `data_start` and has `data_bytes`.
 
-    `spans`: for each metadata key the bytes (from, to) of its entry, to copy it as it is; `shards`: names of a model's
-    further files, each with its `data_start`.
+    `shards`: names of a model's further files, each with its `data_start`.
     """
 
     metadata: dict[str, Value]
     tensors: tuple[TensorInfo, ...]
     data_start: int
     data_bytes: int
-    spans: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False, compare=False)
     shards: tuple[tuple[str, int], ...] = ()
 
     def place_of(self, tensor: TensorInfo, path: Path) -> tuple[Path, int]:
@@ -159,16 +136,16 @@ class GgufHeader:
         return str(self.metadata.get("general.architecture", ""))
 
     @property
-    def tokens(self) -> Sequence[bytes]:
+    def tokens(self) -> list[bytes]:
         """The texts of the vocabulary; empty where the file has none."""
         found = self.metadata.get("tokenizer.ggml.tokens")
-        return found if isinstance(found, GgufStrings) else ()
+        return found.items if isinstance(found, GgufStrings) else []
 
     @property
-    def merges(self) -> Sequence[bytes]:
-        """The pairs that a BPE tokenizer joins; empty for other tokenizers."""
+    def num_merges(self) -> int:
+        """Of the pairs that a BPE tokenizer joins; 0 for other tokenizers."""
         found = self.metadata.get("tokenizer.ggml.merges")
-        return found if isinstance(found, GgufStrings) else ()
+        return found.count if isinstance(found, GgufStrings) else 0
 
     @property
     def context_length(self) -> int | None:
@@ -239,20 +216,17 @@ class _HeaderReader:
             raise self._wrong(f"it has GGUF version {version}; versions 2 and 3 are supported")
         num_tensors, num_pairs = self._count("tensors", 24), self._count("metadata entries", 13)
         metadata: dict[str, Value] = {}
-        spans: dict[str, tuple[int, int]] = {}
         for _ in range(num_pairs):
-            begin = self._at
             key = self._text()
             if key in metadata:
                 raise self._wrong(f"metadata {key!r} is in it twice")
             metadata[key] = self._value(self._number("<I"))
-            spans[key] = (begin, self._at)
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
             raise self._wrong(f"its alignment is {alignment!r}, a power of two is needed")
         tensors = tuple(self._tensor() for _ in range(num_tensors))
         start = -(-self._at // alignment) * alignment
-        header = GgufHeader(metadata, tensors, start, max(self._size - start, 0), spans)
+        header = GgufHeader(metadata, tensors, start, max(self._size - start, 0))
         self._check_tensors(header, alignment)
         return header
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.check import HeadKind, check_gguf, head_kind, is_gemma4_drafter, main_layers
-from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, GgufStrings, Scalar, TensorInfo, Value, read_header
+from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, Scalar, TensorInfo, Value, read_header
 
 HeadForm = Literal["eagle3", "dflash", "mtp", "gemma4"]
 NAMES: Mapping[HeadForm, str] = {
@@ -37,11 +37,10 @@ GEMMA4 = "gemma4"  # the architecture of the targets
 HALF_BYTES = 2  # per cached number
 EMBEDDINGS, OUTPUT, DRAFTED = "token_embd.weight", "output.weight", "d2t"
 MAX_BLOCK = 64  # tokens that a DFlash head denoises at once
+# Those of a DSpark head, whose Markov chain takes 24 nodes of llama.cpp's graph for each: it has 1024, of which a layer
+# takes up to 70, and ends the process when they are used up.
+MAX_CHAIN, MAX_CHAIN_LAYERS = 16, 8
 _MARKOV_FROM, _CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
-# Nodes of llama.cpp's graph at most, which ends the process when it is full: of the Markov head for one token of the
-# block, of a layer, and of the rest. It makes room for _LEAST_NODES, or _TENSOR_NODES per tensor if that is more.
-_MARKOV_NODES, _LAYER_NODES, _OTHER_NODES = 24, 70, 40
-_LEAST_NODES, _TENSOR_NODES = 1024, 8
 _SLIDING = "attention.sliding_window_pattern"
 _FIX = "give the head that was trained for it"
 
@@ -161,8 +160,7 @@ class _Reader:
         self._path, self._header = path, header
         self._tensors = {tensor.name: tensor for tensor in header.tensors}
         self._form: HeadForm | None = "gemma4" if is_gemma4_drafter(header) else head_kind(header)
-        tokens = header.metadata.get("tokenizer.ggml.tokens")
-        self._vocabulary_size = len(tokens) if isinstance(tokens, GgufStrings) else 0
+        self._vocabulary_size = len(header.tokens)
 
     def read(self) -> HeadSizes:
         readers = {"eagle3": self._eagle3, "dflash": self._dflash, "mtp": self._mtp, "gemma4": self._gemma4}
@@ -290,11 +288,10 @@ class _Reader:
         size = self._count("block_size")
         if not 2 <= size <= MAX_BLOCK:
             raise self._wrong(f"its block_size is {size}, 2..{MAX_BLOCK} is possible")
-        room = max(_LEAST_NODES, _TENSOR_NODES * len(self._tensors)) - _LAYER_NODES * num_layers - _OTHER_NODES
-        if has_markov and size > room // _MARKOV_NODES:
+        if has_markov and (size > MAX_CHAIN or num_layers > MAX_CHAIN_LAYERS):
             raise CapabilityError(
-                f"{self._path.name} is a DSpark head with blocks of {size} tokens; llama.cpp has room for "
-                f"{room // _MARKOV_NODES} with its {num_layers} layers: give a head with smaller blocks"
+                f"{self._path.name} is a DSpark head of {num_layers} layers with blocks of {size} tokens; allowed: "
+                f"{MAX_CHAIN_LAYERS} layers and {MAX_CHAIN} tokens"
             )
         return size
 

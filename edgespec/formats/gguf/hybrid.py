@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from edgespec.formats.architectures import ATTENTION, HEAD_NORMS, MLP, Sizes, Tensor
@@ -55,23 +55,6 @@ def hybrid_reader(path: Path, header: GgufHeader, kind: Kind, *, nextn: bool) ->
     return (_Nextn if nextn else _Qwen35)(path, header, kind)
 
 
-@dataclass(frozen=True, slots=True)
-class _HybridSizes(Sizes):
-    """`values`: of all heads of a gated delta net; `channels`: that it convolves."""
-
-    taps: int = 0
-    key_heads: int = 0
-    value_heads: int = 0
-    state: int = 0
-
-    def shape(self, letters: str) -> tuple[int, ...]:
-        values = self.value_heads * self.state
-        own = {"heads": self.value_heads, "values": values, "state": self.state, "taps": self.taps}
-        own |= {"channels": values + 2 * self.key_heads * self.state, "2q": 2 * self.heads * self.head_dim}
-        own |= {"2d": 2 * self.width}
-        return tuple(own[each] if each in own else Sizes.shape(self, each)[0] for each in letters.split())
-
-
 class _HybridReader(Reader):
     """`_recurrent`: layers with a running state; `_attention`, `_mixer`: the tensors of either kind of layer."""
 
@@ -90,14 +73,13 @@ class _HybridReader(Reader):
         return self._feed_forward
 
     def _config(self, sizes: Sizes, tensors: Tensors) -> LlamaConfig:
-        assert isinstance(sizes, _HybridSizes)
         return HybridConfig(
             **self._settings(sizes, tensors),
             recurrent_layers=self._recurrent,
-            taps=sizes.taps,
-            key_heads=sizes.key_heads,
-            value_heads=sizes.value_heads,
-            state_size=sizes.state,
+            taps=sizes.others["taps"],
+            key_heads=sizes.others.get("key_heads", 0),
+            value_heads=sizes.others.get("heads", 0),
+            state_size=sizes.others.get("state", 0),
             has_gated_attention=self._attention["self_attn.q_proj.weight"].shape == "2q d",
         )
 
@@ -136,12 +118,10 @@ class _Qwen35(_HybridReader):
             told = f"{value_heads} heads of {state} values for {key_heads} of keys"
             raise self._wrong(f"its {told} are not {values} wide")
         head_dim, kv_heads = self._size("attention.key_length", width // heads), self._size("attention.head_count_kv")
-        return _HybridSizes(
+        others = {"taps": taps, "key_heads": key_heads, "heads": value_heads, "state": state, "values": values}
+        return Sizes(
             *(layers, width, inner, heads, kv_heads, head_dim, len(self._header.tokens), context),
-            taps=taps,
-            key_heads=key_heads,
-            value_heads=value_heads,
-            state=state,
+            others=others | {"channels": values + 2 * key_heads * state},
             experts=self._size("expert_count") if is_mixture else 0,
             expert_inner=self._size("expert_feed_forward_length") if is_mixture else 0,
         )
@@ -225,13 +205,13 @@ class _Lfm2(_HybridReader):
         self._recurrent = frozenset(layer for layer, count in enumerate(counts) if not count)
         head_dim, taps = self._size("attention.key_length", width // heads), self._size("shortconv.l_cache")
         tokens = len(self._header.tokens)
-        found = _HybridSizes(layers, width, inner, heads, kinds.pop(), head_dim, tokens, context, taps=taps)
+        found = Sizes(layers, width, inner, heads, kinds.pop(), head_dim, tokens, context, others={"taps": taps})
         if not self._kind.experts:
             return found
         if self._number("expert_gating_func") != _SIGMOID:
             raise self._wrong(f"its expert_gating_func is not {_SIGMOID}, a sigmoid")
-        sizes = {"experts": self._size("expert_count"), "expert_inner": self._size("expert_feed_forward_length")}
-        return replace(found, **sizes)
+        inner = self._size("expert_feed_forward_length")
+        return replace(found, experts=self._size("expert_count"), expert_inner=inner)
 
     def _experts(self, sizes: Sizes) -> Experts:
         return replace(super()._experts(sizes), first_layer=self._num_dense)

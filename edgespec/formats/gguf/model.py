@@ -8,7 +8,7 @@ model computes, so a file with one is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError
-from edgespec.formats.architectures import ARCHITECTURES, PERMUTE_K, PERMUTE_Q, Architecture, Sizes, Tensor
+from edgespec.formats.architectures import PERMUTE_K, PERMUTE_Q, Sizes, Tensor
 from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, Scalar, TensorInfo
 from edgespec.formats.gguf.tables import EXPERT_KEYS, GPT_OSS, KINDS, SCORE_CAP, TEMPERATURE, WINDOW, WINDOW_BASE, Kind
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
@@ -70,10 +70,10 @@ class GgufModel:
 
     def hub_config(self) -> dict[str, Any]:
         """config.json, as far as a graph's users read it."""
-        config = self.config
-        found: dict[str, Any] = {
-            "architectures": [self.kind.hub],
-            "model_type": self.kind.model_type,
+        config, (hub, model_type) = self.config, WRITABLE[self.header.architecture]
+        return {
+            "architectures": [hub],
+            "model_type": model_type,
             "hidden_act": "gelu_pytorch_tanh" if config.activation == "gelu" else "silu",
             "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size,
@@ -87,17 +87,6 @@ class GgufModel:
             "rope_theta": config.rope_theta,
             "tie_word_embeddings": self.is_tied,
         }
-        if config.rope_divisors:  # the file holds divisors of frequencies, not the settings that they came from
-            found["rope_scaling"] = {"rope_type": "divisors", "divisors": list(config.rope_divisors)}
-        if config.windowed_layers:
-            found["sliding_window"] = config.window
-            layers = range(config.num_layers)
-            names = ("full_attention", "sliding_attention")
-            found["layer_types"] = [names[layer in config.windowed_layers] for layer in layers]
-        for name, products in (("attention_bias", {"q_proj", "o_proj"}), ("mlp_bias", {"gate_proj", "down_proj"})):
-            if config.biases & products:
-                found[name] = True
-        return found
 
 
 def read_model(path: Path, header: GgufHeader, *, nextn: bool = False) -> GgufModel:
@@ -134,14 +123,14 @@ class Reader:
 
     def __init__(self, path: Path, header: GgufHeader, kind: Kind) -> None:
         self._path, self._header, self._kind = path, header, kind
-        self._table: Architecture = kind.table or ARCHITECTURES[kind.hub]
+        self._table = kind.table
         self._infos = {tensor.name: tensor for tensor in header.tensors}
 
     def read(self) -> GgufModel:
         self._refuse_unknown_keys()
         sizes = self._sizes()
         self._check_heads(sizes)
-        tensors = self._tensors(lambda layer: sizes)
+        tensors = self._tensors(sizes)
         return GgufModel(self._path, self._header, self._kind, self._config(sizes, tensors), tensors)
 
     def _sizes(self) -> Sizes:
@@ -297,16 +286,20 @@ class Reader:
             raise self._wrong(f"{name} contains values that cannot divide a frequency")
         return tuple(float(each) for each in found)
 
-    def _tensors(self, sizes: Callable[[int], Sizes]) -> Tensors:
-        """All tensors by Hugging Face name, of the shapes that the `sizes` of a layer (0 outside of any) imply."""
+    def _sizes_of(self, layer: int, sizes: Sizes) -> Sizes:
+        """Those of one layer; 0: outside of any, too."""
+        return sizes
+
+    def _tensors(self, sizes: Sizes) -> Tensors:
+        """All tensors by Hugging Face name, of the shapes that sizes imply."""
         left, found = dict(self._infos), {}
         for name in ROPE_FACTORS:
             left.pop(name, None)
-        for layer, name, tensor, own in self._places(sizes(0).layers):
+        for layer, name, tensor, own in self._places(sizes.layers):
             info = left.pop(own, None)
             if info is None and tensor.is_optional:
                 continue
-            wanted = sizes(layer).shape(tensor.shape)[::-1]
+            wanted = self._sizes_of(layer, sizes).shape(tensor.shape)[::-1]
             if info is None or info.shape != wanted:
                 what = "lacks it" if info is None else f"has {info.shape}"
                 raise self._wrong(f"a {self._header.architecture} needs the tensor {own!r} of {wanted}, it {what}")
@@ -354,7 +347,8 @@ class Reader:
         rotated = self._size("rope.dimension_count", sizes.head_dim)
         if rotated % 2 or rotated > sizes.head_dim:
             raise self._wrong(f"its rope.dimension_count {rotated} is odd, or above its head size {sizes.head_dim}")
-        return rotated if self._kind.table else self._check_size("rope.dimension_count", sizes)
+        is_writable = self._header.architecture in WRITABLE
+        return self._check_size("rope.dimension_count", sizes) if is_writable else rotated
 
     def _check_size(self, key: str, sizes: Sizes) -> int:
         if self._size(key, sizes.head_dim) != sizes.head_dim:

@@ -117,12 +117,6 @@ GEMMA4_KEYS = (
     *("attention.key_length_swa", "attention.value_length_swa", "attention.shared_kv_layers"),
     *("embedding_length_per_layer_input", "rope.dimension_count_swa"),
 )
-GEMMA4_OUTER = {
-    **LLAMA_OUTER,
-    "model.embed_tokens_per_layer.weight": Tensor("per_layer_token_embd.weight", "v P", is_optional=True),
-    "model.per_layer_model_projection.weight": Tensor("per_layer_model_proj.weight", "P d", is_optional=True),
-    "model.per_layer_projection_norm.weight": Tensor("per_layer_proj_norm.weight", "p", is_optional=True),
-}
 GEMMA4_LAYER = {
     **FOUR_NORMS,
     **ATTENTION,
@@ -132,27 +126,37 @@ GEMMA4_LAYER = {
     "self_attn.k_proj.weight": Tensor("attn_k.weight", "k d", is_optional=True),
     "self_attn.v_proj.weight": Tensor("attn_v.weight", "k d", is_optional=True),
     "self_attn.k_norm.weight": Tensor("attn_k_norm.weight", "h", is_optional=True),
-    "layer_scalar": Tensor("layer_output_scale.weight", "1", is_optional=True),
-    "per_layer_input_gate.weight": Tensor("inp_gate.weight", "p d", is_optional=True),
-    "per_layer_projection.weight": Tensor("proj.weight", "d p", is_optional=True),
-    "post_per_layer_input_layernorm.weight": Tensor("post_norm.weight", "d", is_optional=True),
-    "mlp.router.weight": Tensor("ffn_gate_inp.weight", "e d", is_optional=True),
-    "mlp.router.scale": Tensor("ffn_gate_inp.scale", "d", is_optional=True),
-    "pre_feedforward_layernorm_2.weight": Tensor("pre_ffw_norm_2.weight", "d", is_optional=True),
-    "post_feedforward_layernorm_1.weight": Tensor("post_ffw_norm_1.weight", "d", is_optional=True),
-    "post_feedforward_layernorm_2.weight": Tensor("post_ffw_norm_2.weight", "d", is_optional=True),
-    "mlp.experts.gate.weight": Tensor("ffn_gate_up_exps.weight", "e 2x d", is_optional=True),
-    "mlp.experts.down.weight": Tensor("ffn_down_exps.weight", "e d x", is_optional=True),
-    "mlp.experts.scale": Tensor("ffn_down_exps.scale", "e", is_optional=True),
 }
-GEMMA4 = Architecture("gemma4", GEMMA4_OUTER, GEMMA4_LAYER)
+GEMMA4 = Architecture("gemma4", LLAMA_OUTER, GEMMA4_LAYER)
+# What a Gemma 4 has or has not: a second embedding in each layer, routed experts, factors of the layers' results.
+SECOND_EMBEDDING = {
+    "model.embed_tokens_per_layer.weight": Tensor("per_layer_token_embd.weight", "v P"),
+    "model.per_layer_model_projection.weight": Tensor("per_layer_model_proj.weight", "P d"),
+    "model.per_layer_projection_norm.weight": Tensor("per_layer_proj_norm.weight", "p"),
+}
+SECOND_EMBEDDING_LAYER = {
+    "per_layer_input_gate.weight": Tensor("inp_gate.weight", "p d"),
+    "per_layer_projection.weight": Tensor("proj.weight", "d p"),
+    "post_per_layer_input_layernorm.weight": Tensor("post_norm.weight", "d"),
+}
+ROUTED_LAYER = {
+    "mlp.router.weight": Tensor("ffn_gate_inp.weight", "e d"),
+    "mlp.router.scale": Tensor("ffn_gate_inp.scale", "d"),
+    "pre_feedforward_layernorm_2.weight": Tensor("pre_ffw_norm_2.weight", "d"),
+    "post_feedforward_layernorm_1.weight": Tensor("post_ffw_norm_1.weight", "d"),
+    "post_feedforward_layernorm_2.weight": Tensor("post_ffw_norm_2.weight", "d"),
+    "mlp.experts.gate.weight": Tensor("ffn_gate_up_exps.weight", "e 2x d"),
+    "mlp.experts.down.weight": Tensor("ffn_down_exps.weight", "e d x"),
+    "mlp.experts.scale": Tensor("ffn_down_exps.scale", "e"),
+}
+SCALED_LAYER = {"layer_scalar": Tensor("layer_output_scale.weight", "1")}
 # Its drafter reads embeddings and states of its target, which are P wide here.
 GEMMA4_DRAFTER_OUTER = {
     **LLAMA_OUTER,
     "model.pre_projection.weight": Tensor("nextn.pre_projection.weight", "d 2P"),
     "model.post_projection.weight": Tensor("nextn.post_projection.weight", "P d"),
 }
-GEMMA4_DRAFTER = Architecture("gemma4-assistant", GEMMA4_DRAFTER_OUTER, GEMMA4_LAYER)
+GEMMA4_DRAFTER = Architecture("gemma4-assistant", GEMMA4_DRAFTER_OUTER, {**GEMMA4_LAYER, **SCALED_LAYER})
 
 # Hybrids have layers of two kinds, whose tensors are in `hybrid`.
 QWEN35 = Architecture("qwen35", LLAMA_OUTER, {})
@@ -173,26 +177,26 @@ TEMPERATURE = "attention.temperature_scale"
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How llama.cpp computes one architecture. `hub`: its name at Hugging Face, by which tensors are looked up.
+    """How llama.cpp computes one architecture, whose tensors are in `table`; those of hybrids' layers in `hybrid`.
 
-    `settings`: of its `LlamaConfig`, `experts`: of its `Experts`, beside sizes and numbers in the file;
-    `unrotated_every`: each n-th layer has no rotary positions; `window_every`: all but each n-th layer have a window;
-    `window_base`: these rotate by it (0: the model's) where the file does not say, undivided; None: as the others;
-    `table`: its tensors, where it runs on our kernels only; `is_hybrid`: `hybrid` knows those of its layers; `keys`: of
-    its metadata that others do not have.
+    `settings`: of its `LlamaConfig`, `experts`: of its `Experts`, beside sizes and numbers in the file; `keys`: of its
+    metadata that others do not have; `unrotated_every`: each n-th layer has no rotary positions; `window_every`: all
+    but each n-th layer have a window; `window_base`: these rotate by it (0: the model's) where the file does not say,
+    undivided; None: as the others.
     """
 
-    hub: str
-    model_type: str
+    table: Architecture
     settings: Mapping[str, Any] = field(default_factory=dict)
-    table: Architecture | None = None
     keys: tuple[str, ...] = ()
     experts: Mapping[str, Any] = field(default_factory=dict)
     is_gemma: bool = False
     unrotated_every: int = 0
     window_every: int = 0
     window_base: float | None = None
-    is_hybrid: bool = False
+
+    @property
+    def is_hybrid(self) -> bool:
+        return not self.table.layer
 
 
 LLAMA = ARCHITECTURES["LlamaForCausalLM"]
@@ -200,76 +204,56 @@ HEADS_NORMED: Mapping[str, Any] = {"has_head_norms": True}
 GEMMA: Mapping[str, Any] = {"has_post_norms": True, "activation": "gelu"}
 GEMMA_WINDOWS: Mapping[str, Any] = {"is_gemma": True, "window_every": 6, "window_base": 10000.0}  # of 3 and 4
 NORMED_BEHIND: Mapping[str, Any] = {"has_pre_norms": False, "has_post_norms": True}
+GRANITE_KEYS = (*SCALES, "attention.scale", "rope.scaling.finetuned")
 KINDS = {
-    "llama": Kind("LlamaForCausalLM", "llama"),
-    "qwen2": Kind("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": Kind("Qwen3ForCausalLM", "qwen3", HEADS_NORMED),
-    "smollm3": Kind("SmolLM3ForCausalLM", "smollm3", unrotated_every=4),
-    "gemma2": Kind(*("Gemma2ForCausalLM", "gemma2", GEMMA), keys=(WINDOW, SCORE_CAP), is_gemma=True, window_every=2),
-    "gemma3": Kind(
-        *("Gemma3ForCausalLM", "gemma3_text", {**GEMMA, **HEADS_NORMED}),
-        keys=(WINDOW_BASE,),
-        **GEMMA_WINDOWS,
-    ),
-    "granite": Kind(
-        "GraniteForCausalLM", "granite", table=LLAMA, keys=(*SCALES, "attention.scale", "rope.scaling.finetuned")
-    ),
-    "granitemoe": Kind(
-        *("GraniteMoeForCausalLM", "granitemoe"),
-        table=GRANITE_MOE,
-        keys=(*SCALES, "attention.scale", "rope.scaling.finetuned", *EXPERT_KEYS),
-    ),
-    "minicpm": Kind("MiniCPMForCausalLM", "minicpm", table=LLAMA, keys=SCALES),
-    "mistral3": Kind(
-        "Ministral3ForCausalLM", "ministral3", table=LLAMA, keys=(TEMPERATURE, "rope.scaling.yarn_log_multiplier")
-    ),
-    "ernie4_5": Kind("Ernie4_5ForCausalLM", "ernie4_5", table=LLAMA),
-    "internlm2": Kind("InternLM2ForCausalLM", "internlm2", table=LLAMA),
-    "seed_oss": Kind("SeedOssForCausalLM", "seed_oss", table=SEED_OSS),
-    "exaone": Kind("ExaoneForCausalLM", "exaone", table=EXAONE),
-    "exaone4": Kind(
-        *("Exaone4ForCausalLM", "exaone4", {**NORMED_BEHIND, **HEADS_NORMED}),
-        table=EXAONE4,
-        unrotated_every=4,
-        window_every=4,
-    ),
+    "llama": Kind(LLAMA),
+    "qwen2": Kind(ARCHITECTURES["Qwen2ForCausalLM"]),
+    "qwen3": Kind(ARCHITECTURES["Qwen3ForCausalLM"], HEADS_NORMED),
+    "smollm3": Kind(ARCHITECTURES["SmolLM3ForCausalLM"], unrotated_every=4),
+    "gemma2": Kind(ARCHITECTURES["Gemma2ForCausalLM"], GEMMA, keys=(WINDOW, SCORE_CAP), is_gemma=True, window_every=2),
+    "gemma3": Kind(ARCHITECTURES["Gemma3ForCausalLM"], {**GEMMA, **HEADS_NORMED}, keys=(WINDOW_BASE,), **GEMMA_WINDOWS),
+    "granite": Kind(LLAMA, keys=GRANITE_KEYS),
+    "granitemoe": Kind(GRANITE_MOE, keys=(*GRANITE_KEYS, *EXPERT_KEYS)),
+    "minicpm": Kind(LLAMA, keys=SCALES),
+    "mistral3": Kind(LLAMA, keys=(TEMPERATURE, "rope.scaling.yarn_log_multiplier")),
+    "ernie4_5": Kind(LLAMA),
+    "internlm2": Kind(LLAMA),
+    "seed_oss": Kind(SEED_OSS),
+    "exaone": Kind(EXAONE),
+    "exaone4": Kind(EXAONE4, {**NORMED_BEHIND, **HEADS_NORMED}, unrotated_every=4, window_every=4),
     "olmo2": Kind(
-        *("Olmo2ForCausalLM", "olmo2", {**NORMED_BEHIND, "has_wide_norms": True}),
-        table=OLMO2,
-        keys=(WINDOW_BASE,),
-        window_every=4,
-        window_base=0.0,
+        OLMO2, {**NORMED_BEHIND, "has_wide_norms": True}, keys=(WINDOW_BASE,), window_every=4, window_base=0.0
     ),
-    "phi3": Kind("Phi3ForCausalLM", "phi3", {"fused": {"qkv_proj", "gate_up_proj"}}, PHI3),
-    "glm4": Kind("Glm4ForCausalLM", "glm4", {"has_post_norms": True, "fused": {"gate_up_proj"}}, GLM4),
-    "qwen3moe": Kind("Qwen3MoeForCausalLM", "qwen3_moe", HEADS_NORMED, QWEN3_MOE, EXPERT_KEYS),
+    "phi3": Kind(PHI3, {"fused": {"qkv_proj", "gate_up_proj"}}),
+    "glm4": Kind(GLM4, {"has_post_norms": True, "fused": {"gate_up_proj"}}),
+    "qwen3moe": Kind(QWEN3_MOE, HEADS_NORMED, keys=EXPERT_KEYS),
     "gpt-oss": Kind(
-        *("GptOssForCausalLM", "gpt_oss", {"has_sinks": True}, GPT_OSS, EXPERT_KEYS),
+        GPT_OSS,
+        {"has_sinks": True},
+        keys=EXPERT_KEYS,
         experts={"gate": "clamped", "has_biases": True},
         window_every=2,
     ),
     "gemma4": Kind(
-        *("Gemma4ForCausalLM", "gemma4_text", {**GEMMA, **HEADS_NORMED}, GEMMA4),
+        GEMMA4,
+        {**GEMMA, **HEADS_NORMED},
         keys=(*EXPERT_KEYS, *GEMMA4_KEYS, WINDOW, WINDOW_BASE),
         experts={"gate": "gelu", "is_joined": True},
         **GEMMA_WINDOWS,
     ),
     "gemma4-assistant": Kind(
-        *("Gemma4AssistantForCausalLM", "gemma4_assistant", {**GEMMA, **HEADS_NORMED}, GEMMA4_DRAFTER),
+        GEMMA4_DRAFTER,
+        {**GEMMA, **HEADS_NORMED},
         keys=(*GEMMA4_KEYS, WINDOW, WINDOW_BASE, "embedding_length_out", "nextn_predict_layers"),
         **GEMMA_WINDOWS,
     ),
-    "qwen35": Kind("Qwen3_5ForCausalLM", "qwen3_5_text", HEADS_NORMED, QWEN35, QWEN35_KEYS, is_hybrid=True),
-    "qwen35moe": Kind(
-        *("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", HEADS_NORMED, QWEN35_MOE),
-        keys=(*QWEN35_KEYS, *EXPERT_KEYS, "expert_shared_feed_forward_length"),
-        is_hybrid=True,
-    ),
-    "lfm2": Kind("Lfm2ForCausalLM", "lfm2", HEADS_NORMED, LFM2, ("shortconv.l_cache",), is_hybrid=True),
+    "qwen35": Kind(QWEN35, HEADS_NORMED, keys=QWEN35_KEYS),
+    "qwen35moe": Kind(QWEN35_MOE, HEADS_NORMED, keys=(*QWEN35_KEYS, *EXPERT_KEYS, "expert_shared_feed_forward_length")),
+    "lfm2": Kind(LFM2, HEADS_NORMED, keys=("shortconv.l_cache",)),
     "lfm2moe": Kind(
-        *("Lfm2MoeForCausalLM", "lfm2_moe", HEADS_NORMED, LFM2_MOE),
+        LFM2_MOE,
+        HEADS_NORMED,
         keys=("shortconv.l_cache", "leading_dense_block_count", "expert_gating_func", *EXPERT_KEYS),
         experts={"has_preference": True},
-        is_hybrid=True,
     ),
 }

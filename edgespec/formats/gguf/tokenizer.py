@@ -261,21 +261,7 @@ def tokenizer_json(header: GgufHeader) -> Json:
         for index, text in enumerate(texts)
         if text and kinds[index] in (CONTROL, USER_DEFINED, UNKNOWN)
     ]
-    made["post_processor"] = _with_bos(header, texts, made["post_processor"])
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **made}
-
-
-def _with_bos(header: GgufHeader, texts: list[str], others: Json | None) -> Json | None:
-    """What puts the begin of a text in front, for programs that leave that to tokenizer.json."""
-    settings, _ = _settings(header)
-    if not settings["add_bos_token"]:
-        return others
-    bos = settings["bos_token"]
-    whole = [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    second = [{"SpecialToken": {"id": bos, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}]
-    special = {bos: {"id": bos, "ids": [texts.index(bos)], "tokens": [bos]}}
-    template = {"type": "TemplateProcessing", "single": whole, "pair": whole + second, "special_tokens": special}
-    return template if others is None else {"type": "Sequence", "processors": [others, template]}
 
 
 def splitter_of(header: GgufHeader) -> str:
@@ -312,9 +298,9 @@ def _byte_level(header: GgufHeader, name: str, texts: list[str], kinds: list[int
 
 def _merges(header: GgufHeader) -> list[list[str]]:
     found = header.metadata.get("tokenizer.ggml.merges")
-    if not isinstance(found, GgufStrings) or not len(found):
+    if not isinstance(found, GgufStrings) or not found.count:
         raise ModelFileError("the GGUF's vocabulary has no merges (tokenizer.ggml.merges)")
-    return [each.decode("utf-8").split(" ", 1) for each in found]
+    return [each.decode("utf-8").split(" ", 1) for each in found.items]
 
 
 def _stage_json(stage: Stage) -> Json:

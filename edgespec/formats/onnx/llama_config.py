@@ -6,8 +6,16 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-# llama.cpp's names of what can be exported; what runs as it is on our kernels is in `formats.gguf.tables.KINDS`.
-WRITABLE = ("llama", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3")
+# llama.cpp's names of what can be exported, and the architecture and model type of config.json; what runs as it is on
+# our kernels is in `formats.gguf.tables.KINDS`.
+WRITABLE = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
+    "gemma2": ("Gemma2ForCausalLM", "gemma2"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+}
 
 
 @dataclass(frozen=True, slots=True)

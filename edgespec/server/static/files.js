@@ -27,12 +27,6 @@ export const hasFiles = () => attached.length > 0;
 
 export const isReading = () => numReading > 0;
 
-/** Put files back, for a message that could not be sent. */
-export function putFiles(files) {
-  attached = [...attached, ...files];
-  draw();
-}
-
 /** What the model reads of a message: its files, then its text, so that a question about the same files is read fast. */
 export function promptOf({ content, files = [] }) {
   const parts = files.map(({ name, text }) => {

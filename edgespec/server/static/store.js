@@ -4,7 +4,6 @@
 import { readConversation } from "./thread.js";
 
 const PREFERENCES = "edgespec.preferences";
-const OLD = "edgespec.conversation."; // where earlier versions kept conversations: in localStorage
 const NAME = "edgespec", TABLE = "conversations";
 
 /** @type {Map<string, import("./thread.js").Conversation>} */
@@ -26,7 +25,6 @@ export async function openStore(onChange) {
     opening.onupgradeneeded = () => opening.result.createObjectStore(TABLE, { keyPath: "id" });
     database = await done(opening);
     for (const value of await done(table("readonly").getAll())) hold(value);
-    await adoptOld();
   } catch (error) {
     console.warn("conversations cannot be stored:", error);
   }
@@ -42,14 +40,6 @@ export async function openStore(onChange) {
 function hold(value) {
   const conversation = readConversation(value);
   if (conversation) held.set(conversation.id, conversation);
-}
-
-async function adoptOld() {
-  for (const key of Object.keys(localStorage).filter((each) => each.startsWith(OLD))) {
-    const conversation = readConversation(parsed(localStorage.getItem(key)));
-    if (conversation && !await putConversation(conversation)) return;
-    localStorage.removeItem(key);
-  }
 }
 
 function parsed(json) {

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from edgespec.errors import CapabilityError
 from edgespec.export.gguf.convert import convert, own_precision
-from edgespec.export.onnx.weights import GgufWeights
-from edgespec.export.onnx.writer import open_gguf
+from edgespec.export.onnx.writer import GgufWeights, open_gguf
 from edgespec.formats.gguf.tokenizer import write_tokenizer_files
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD, RowWeights
 from edgespec.formats.onnx.llama_config import LlamaConfig
