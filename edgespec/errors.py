@@ -35,9 +35,6 @@ _FLAG = re.compile(
     r"edgespec [a-z][^.;:)]*"  # a command, which is for the command line
     r"|(?:-[a-z]+/)?--(no-)?([a-z]+(?:-[a-z]+)*)(?: (?!or\b|and\b|to\b|is\b|with\b)([a-z0-9-]+)\b)?"
 )
-_TEMPLATE = re.compile(r"--no-chat-template(, or (generate\(\)|--prompt))?")
-_TWICE = re.compile(r"\b(\w+=)('[\w-]+')? \(\1\.{3}\)| \(\w+= in Python\)")
-_IN_PYTHON = re.compile(r" \(\w+=\.{3}\)| \(\w+= in Python\)")
 _speaks_cli = False
 
 
@@ -65,32 +62,26 @@ def for_python(text: str) -> str:
         off, flag, value = found.groups()
         if flag not in PYTHON_NAMES:  # or None: a command
             return found[0]
-        rest = f" {value}" if value else ""
+        name, rest = PYTHON_NAMES[flag], f" {value}" if value else ""
         if flag in _SWITCHES:
-            return f"{PYTHON_NAMES[flag]}={not off}{rest}"
-        return f"{PYTHON_NAMES[flag]}={value!r}" if value and flag in _CHOICES else f"{PYTHON_NAMES[flag]}={rest}"
+            return f"{name}={not off}{rest}"
+        return f"{name}={value!r}" if value and flag in _CHOICES else f"{name}={rest or '...'}"
 
-    text = _FLAG.sub(keyword, _TEMPLATE.sub("generate()", text))
-    text = _TWICE.sub(lambda found: f"{found[1] or ''}{found[2] or '...' * bool(found[1])}", text)
+    text = _FLAG.sub(keyword, text)
     first = re.split(r"[ :]", text, maxsplit=1)[0]  # which may be an option that has a wrong value
     return PYTHON_NAMES.get(first, first) + text[len(first) :]
-
-
-def for_command_line(text: str) -> str:
-    """The same with flags alone."""
-    return _IN_PYTHON.sub("", text.replace("--no-chat-template, or generate()", "--no-chat-template"))
 
 
 class EdgespecError(Exception):
     """Base class. The message names what was given, what is allowed, and the fix."""
 
     def __str__(self) -> str:
-        return (for_command_line if _speaks_cli else for_python)(super().__str__())
+        return self.on_the_command_line if _speaks_cli else for_python(super().__str__())
 
     @property
     def on_the_command_line(self) -> str:
         """The message for who started a program with flags, such as the server."""
-        return for_command_line(super().__str__())
+        return super().__str__()
 
 
 def shown(value: object, most: int = 80) -> str:

@@ -14,11 +14,9 @@ from edgespec.chat.reasoning import AnswerParts, answer_parts, before_structure
 from edgespec.chat.template import CHILDREN, answer_prefix, encode_messages, num_characters, read_template
 from edgespec.closing import Closing, closed_on_failure
 from edgespec.config.options import GenerateOptions, LoadKeywords, LoadOptions, Sampling
-from edgespec.config.values import LOSSY, DrafterName, RuleName
-from edgespec.control.cost import CostCurve, DraftCost
+from edgespec.config.values import LOSSY, DrafterName
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
-from edgespec.engines.progress import reporting_to
 from edgespec.errors import CapabilityError, ConfigError, PromptError, SamplingError, shown
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
@@ -44,17 +42,16 @@ from edgespec.memory.plan import Room
 from edgespec.memory.watch import MemoryReport
 from edgespec.platform.memory import keep_one_arena
 from edgespec.reports import RoundRecord, Stats
-from edgespec.sampling import Sampler
 from edgespec.sampling.constraint.grammar import Grammar
 from edgespec.sampling.constraint.state import Constraint, Constraints
-from edgespec.types import Progress, TokenIds
+from edgespec.sampling.sampler import Sampler
+from edgespec.types import TokenIds
 
 __all__ = ["Generation", "Messages", "Model", "Prompt", "Result", "load"]
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 OnRound = Callable[[RoundRecord], None]
 _MOST_CHARACTERS = 16  # of a prediction, per token of the context
-_NOTABLE_PADDING_COST = 1.15  # slowdown of single-token steps by padding, from which on a note reports it
 
 
 class Model(Closing):
@@ -77,7 +74,8 @@ class Model(Closing):
         self.target = target
         self.memory = memory  # what was planned and what is used; None for a model that was not loaded by `load`
         self._executor = Executor(options, pair, target, drafters, memory)
-        self._pool, self._sequence = self._executor.pool, self._executor.sequence
+        self.drafters = self._executor.pool  # the drafters, and what their use has taught of costs
+        self._sequence = self._executor.sequence
         self._constraints = Constraints()
         self.embedder = TextEmbedder(self._executor, options)  # `embed` in steps
 
@@ -101,29 +99,26 @@ class Model(Closing):
         """Maximum number of tokens of prompt and answer together."""
         return self.target.facts.context_length
 
-    def is_reproducible(self, rule: RuleName) -> bool:
-        """Whether the text under `rule` is the same with any drafter, any draft length, and without speculation."""
-        return rule == "coupled" and self.target.facts.pinned_class is not None
-
     @property
     def reproducible(self) -> bool:
-        """`is_reproducible` for the rule that the model was loaded with."""
-        return self.is_reproducible(self.options.verify)
+        """Whether the text is the same with any drafter, any draft length, and without speculation."""
+        return self.options.verify == "coupled" and self.target.facts.pinned_class is not None
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Remarks on the effective configuration that the user should see."""
         notes = [self.memory.note] if self.memory is not None and self.memory.note else []
         notes += self.target.facts.notes
+        pinned = self.target.facts.pinned_class
         if not self.reproducible:
             notes += self._why_not_reproducible()
-        elif self.target.facts.padding_cost > _NOTABLE_PADDING_COST:
-            slowdown = f"{self.target.facts.padding_cost:.2f}x slower"
+        elif pinned is not None and pinned[0] > 1:
             fix = "-ctk q8_0 may help; " if self.target.facts.name == "llamacpp" else ""
             notes.append(
-                f"Reproducible mode: single-token steps are {slowdown} on this model; {fix}see --no-reproducible"
+                f"Reproducible mode: a single token takes a pass of {pinned[0]} on this model; {fix}see "
+                "--no-reproducible"
             )
-        notes += [note for drafter in list(self._pool.drafters.values()) for note in drafter.notes]
+        notes += [note for drafter in list(self.drafters.drafters.values()) for note in drafter.notes]
         if not self.target.facts.writes:
             return tuple(notes)
         if not self.target.facts.can_speculate and self.options.drafter != "none":
@@ -210,7 +205,7 @@ class Model(Closing):
             raise ConfigError(f"on_round must be a function of one RoundRecord, got {shown(on_round)}")
         prompt_ids = self._prompt_ids(prompt)
         check_prompt(prompt_ids, self.context_length)
-        self._pool.check(chosen)
+        self.drafters.check(chosen)
         constraint = self._constraint(chosen, prompt_ids.size)
         request = Request(
             prompt_ids,
@@ -221,7 +216,7 @@ class Model(Closing):
             on_round,
             self._predicted_ids(chosen.prediction),
         )
-        return Generation(self._executor, request, self.is_reproducible)
+        return Generation(self._executor, request)
 
     def _prompt_ids(self, prompt: Prompt) -> TokenIds:
         if isinstance(prompt, str):
@@ -282,7 +277,7 @@ class Model(Closing):
     def check_drafter(self, options: GenerateOptions) -> None:
         """Check that this model has the drafter of `options`. Raises CapabilityError as a generation would."""
         self._executor.turn.require_open()
-        self._pool.check(of_kind("options", options, GenerateOptions, ConfigError))
+        self.drafters.check(of_kind("options", options, GenerateOptions, ConfigError))
 
     def check_structure(self, options: GenerateOptions) -> None:
         """Check the grammar of `options`, if there is one, as a generation does.
@@ -358,60 +353,8 @@ class Model(Closing):
 
     def prepare(self) -> None:
         """Build the drafters now rather than in the first generation. Runs no pass of a model."""
-        with self._executor.exclusive() as pool:
-            pool.controller(GenerateOptions())
-
-    @property
-    def cost_curve(self) -> CostCurve:
-        """Cost of the target's passes on this machine, by their number of rows; refined by every pass.
-
-        A guess until an answer was drafted on this machine, in this run or in an earlier one.
-        """
-        self._executor.turn.require_open()
-        return self._pool.costs.curve
-
-    @property
-    def draft_costs(self) -> dict[str, DraftCost]:
-        """Cost of drafting, by the name of each drafter that owns a model; learnt as `cost_curve` is."""
-        curve = self.cost_curve
-        if curve.is_scaled:
-            for cost in self._pool.costs.drafts.values():
-                cost.scale(curve.at(1))
-        return self._pool.costs.drafts
-
-    @property
-    def drafter_names(self) -> list[DrafterName]:
-        """Drafters available for this model that may help; those that need many rows only if extra rows are cheap."""
-        self._executor.turn.require_open()
-        return self._pool.names
-
-    @contextmanager
-    def measuring(self) -> Iterator[tuple[Engine, Engine | None]]:
-        """Exclusive use of the target's engine and the draft model's (None without one), with empty caches.
-
-        No generation runs within the block. Raises Busy and StateError.
-        """
-        with self._executor.exclusive() as pool:
-            self._executor.forget()
-            try:
-                yield self.target, pool.draft_engine
-            finally:
-                self._executor.forget()
-
-    @property
-    def draft_engine(self) -> Engine | None:
-        """The draft model's engine, to read its facts; None without a draft model. Use `measuring` to run it."""
-        return self._pool.draft_engine
-
-    @property
-    def draft_name(self) -> DrafterName | None:
-        """The drafter that uses the pair's draft: model or early-exit; None without one."""
-        return self._pool.draft_name
-
-    @property
-    def drafter_bytes(self) -> int:
-        """Memory used by the drafters now: weights and KV cache of a draft model, tables of the others."""
-        return sum(drafter.bytes_used for drafter in list(self._pool.drafters.values()))
+        with self._executor.exclusive():
+            self.drafters.controller(GenerateOptions())
 
     def forget(self) -> None:
         """Clear the KV caches: the next generation reads its whole prompt. Waits for a running generation.
@@ -451,16 +394,8 @@ class Model(Closing):
         self._executor.close()
 
 
-def load(
-    model: str | os.PathLike[str] | LoadOptions = "demo",
-    *,
-    on_progress: Progress | None = None,
-    **options: Unpack[LoadKeywords],
-) -> Model:
+def load(model: str | os.PathLike[str] | LoadOptions = "demo", **options: Unpack[LoadKeywords]) -> Model:
     """Load a pair by registry name or path, with the fields of `LoadOptions` as keywords; or by one `LoadOptions`.
-
-    `on_progress`: called with (steps done, steps in all, what is being done) during slow steps, such as those of the
-    first load with `reproducible=True`. If it raises an exception the load ends, and measurements so far are kept.
 
     Raises ConfigError for an unknown option, a bad value or a file that is not a chat template, ModelNotFound,
     ModelFileError, VocabularyMismatch (names the first token that differs), and CapabilityError if the model or engine
@@ -479,7 +414,7 @@ def load(
         chosen = LoadOptions(model=model, **given)  # type: ignore[arg-type]  # LoadOptions accepts any path
     template = read_template(chosen.chat_template_file)
     try:
-        with reporting_to(on_progress), keeping_headers():
+        with keeping_headers():
             room = Room.now(chosen.memory)
             if not room.has_resource_limits:
                 CHILDREN.warm()

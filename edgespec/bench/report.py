@@ -15,7 +15,7 @@ from statistics import quantiles
 from typing import Any, Literal
 
 from edgespec import __version__
-from edgespec.bench.runner import Measurement, Task, Trial
+from edgespec.bench.runner import Measurement, Trial
 from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.reports import RoundRecord
 from edgespec.runtime import Model
@@ -161,69 +161,70 @@ class Summary:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """The loaded model, and the settings that all generations share."""
-
-    model: Model
-    sampling: Sampling
-    options: GenerateOptions
-
-    def describe(self) -> dict[str, Any]:
-        """All settings that affect the result, as JSON."""
-        model, facts = self.model, self.model.target.facts
-        return {
-            "model": model.pair.name,
-            "engine": facts.name,
-            "device": facts.device,
-            "threads": facts.threads,
-            "context_length": facts.context_length,
-            "drafter": model.drafter_name,
-            "draft_length": model.options.draft_length,
-            "max_slowdown": model.options.max_slowdown,
-            "verify": model.options.verify,
-            "reproducible": model.reproducible,
-            "temperature": self.sampling.temperature,
-            "top_k": self.sampling.top_k,
-            "top_p": self.sampling.top_p,
-            "min_p": self.sampling.min_p,
-            "seed": self.sampling.seed,
-            "max_tokens": self.options.max_tokens,
-            "ignore_eos": self.options.ignore_eos,
-        }
+def describe(model: Model, sampling: Sampling, options: GenerateOptions) -> dict[str, Any]:
+    """All settings that affect the result, as JSON."""
+    facts = model.target.facts
+    return {
+        "model": model.pair.name,
+        "engine": facts.name,
+        "device": facts.device,
+        "threads": facts.threads,
+        "context_length": facts.context_length,
+        "drafter": model.drafter_name,
+        "draft_length": model.options.draft_length,
+        "max_slowdown": model.options.max_slowdown,
+        "verify": model.options.verify,
+        "reproducible": model.reproducible,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "seed": sampling.seed,
+        "max_tokens": options.max_tokens,
+        "ignore_eos": options.ignore_eos,
+    }
 
 
-def report_of(setup: Setup, tasks: Sequence[Task], trials: Mapping[tuple[str, int], Trial]) -> Report:
-    """The report of `trials` (at least one) of `tasks`; its `complete` says whether all tasks are done."""
-    done = [task for task in tasks if task.key in trials]
+def report_of(
+    model: Model, sampling: Sampling, options: GenerateOptions, trials: Sequence[Trial], num_planned: int
+) -> Report:
+    """The report of `trials`, at least one of `num_planned`; its `complete` says whether these are all."""
     by_domain: dict[str, list[Trial]] = defaultdict(list)
-    by_prompt: dict[str, list[Trial]] = defaultdict(list)
-    for task in done:
-        by_domain[task.prompt.domain].append(trials[task.key])
-        by_prompt[task.prompt.digest].append(trials[task.key])
-    total = Summary(trials[task.key] for task in done)
+    by_prompt: dict[int, list[Trial]] = defaultdict(list)
+    for trial in trials:
+        by_domain[trial.task.prompt.domain].append(trial)
+        by_prompt[trial.task.index].append(trial)
+    total = Summary(trials)
     records = [record for run in total.speculative.runs for record in run.rounds]
-    outcomes = [_is_identical(found) for found in by_prompt.values()]
     return {
         "format": FORMAT,
         "edgespec": __version__,
-        **setup.describe(),
-        "complete": len(done) == len(tasks),
-        "num_trials": len(done),
-        "num_planned_trials": len(tasks),
+        **describe(model, sampling, options),
+        "complete": len(trials) == num_planned,
+        "num_trials": len(trials),
+        "num_planned_trials": num_planned,
         "num_prompts": len(by_prompt),
-        "num_identical": sum(outcomes),
+        "num_identical": sum(map(_is_identical, by_prompt.values())),
         "total": total.to_json(),
         "domains": {name: Summary(found).to_json() for name, found in by_domain.items()},
         "accepted_lengths": accepted_lengths(records),
-        "cost_curve": {str(width): s for width, s in enumerate(setup.model.cost_curve.table()) if width},
-        "draft_token_s": {name: cost.token_s for name, cost in setup.model.draft_costs.items()},
+        "cost_curve": {str(width): s for width, s in enumerate(model.drafters.costs.curve.table()) if width},
+        "draft_token_s": draft_token_s(model),
     }
+
+
+def draft_token_s(model: Model) -> dict[str, float]:
+    """Seconds of a drafted token, by the name of each drafter that owns a model: a guess until answers taught it."""
+    costs = model.drafters.costs
+    if costs.curve.is_scaled:
+        for cost in costs.drafts.values():
+            cost.scale(costs.curve.at(1))
+    return {name: cost.token_s for name, cost in costs.drafts.items()}
 
 
 def _is_identical(trials: Sequence[Trial]) -> bool:
     """Whether all runs have the same tokens."""
-    return len({run.token_digest for trial in trials for run in (trial.speculative, trial.standard)}) == 1
+    return len({run.token_ids for trial in trials for run in (trial.speculative, trial.standard)}) == 1
 
 
 def accepted_lengths(records: Iterable[RoundRecord]) -> dict[str, dict[str, int]]:

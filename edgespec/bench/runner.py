@@ -6,7 +6,6 @@ The baseline is plain decoding by the same model, timed twice for each prompt: w
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,20 +25,17 @@ class Task:
     prompt: BenchPrompt
     prompt_ids: tuple[int, ...]
     sampling: Sampling
-    index: int
-    repeat: int
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.prompt.digest, self.repeat
+    index: int = 0
+    repeat: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One generation that began with empty caches. `token_digest`: hash of the token ids."""
+    """One generation that began with empty caches. `logprobs`: of its tokens, where they were asked for."""
 
     stats: Stats
-    token_digest: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
     rounds: tuple[RoundRecord, ...] = ()
 
     @property
@@ -50,22 +46,17 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One prompt decoded with and without speculation. `prompt`: its digest; `repeat` counts from 0.
+    """One task with and without speculation, in the `order` of the runs.
 
     `standard`: plain decoding, which must give the same tokens. `again`: once more, which shows the noise; None in
-    repeats. `order`: of the runs.
+    repeats.
     """
 
-    prompt: str
-    repeat: int
+    task: Task
     order: tuple[str, ...]
     standard: Measurement
     speculative: Measurement
     again: Measurement | None = None
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.prompt, self.repeat
 
     @property
     def speedup(self) -> float | None:
@@ -89,7 +80,7 @@ def tasks_of(
     """Tasks for all prompts, `repeat` times over, so that load on the machine affects all domains alike."""
     encoded = [tuple(encode(prompt)) for prompt in prompts]
     return [
-        Task(prompt, encoded[index], prompt.sampling(sampling), index, turn)
+        Task(prompt, encoded[index], sampling, index, turn)
         for turn in range(repeat)
         for index, prompt in enumerate(prompts)
     ]
@@ -99,7 +90,8 @@ class Runner:
     """Runs tasks; `is_over` is called between generations.
 
     `on_token(side, event, seconds)` is called for every token of a trial, in seconds of its run's own clock, which
-    begins with the prompt and stands still during the call.
+    begins with the prompt and stands still during the call. `compares`: for their text; log probabilities are kept
+    then, and nothing runs for the noise.
     """
 
     def __init__(
@@ -108,9 +100,11 @@ class Runner:
         options: GenerateOptions,
         is_over: Callable[[], bool] = lambda: False,
         on_token: OnToken = lambda side, event, at_s: None,
+        *,
+        compares: bool = False,
     ) -> None:
-        self._model = model
-        self._options = dataclasses.replace(options, logprobs=False)
+        self._model, self._compares = model, compares
+        self._options = dataclasses.replace(options, logprobs=compares)
         self._plain = dataclasses.replace(self._options, drafter="none")
         self._is_over, self._on_token = is_over, on_token
 
@@ -130,7 +124,7 @@ class Runner:
 
     def _trial(self, task: Task) -> Trial | None:
         sides = {"standard": self._plain, "speculative": self._options}
-        if task.repeat == 0:
+        if task.repeat == 0 and not self._compares:
             sides["again"] = self._plain
         turn = (task.index + task.repeat) % len(sides)
         order = (*sides, *sides)[turn : turn + len(sides)]
@@ -140,7 +134,7 @@ class Runner:
             if measured is None:
                 return None
             done[side] = measured
-        return Trial(*task.key, order, done["standard"], done["speculative"], done.get("again"))
+        return Trial(task, order, done["standard"], done["speculative"], done.get("again"))
 
 
 def measure(
@@ -150,13 +144,52 @@ def measure(
     model.forget()
     rounds: list[RoundRecord] = []
     generation = model.stream(task.prompt_ids, task.sampling, options, rounds.append)
-    stats, token_ids = generation.stats, []
+    stats = generation.stats
+    events: list[TokenEvent] = []
     for event in generation:
-        token_ids.append(event.token_id)
+        events.append(event)
         if on_token is not None:
             on_token(side, event, stats.wall_s)
     if stats.finish_reason == "cancelled":
         return None
     assert stats.reused_tokens == 0, "caches must be empty in a benchmark"
-    digest = hashlib.sha256(repr(token_ids).encode()).hexdigest()[:32]
-    return Measurement(stats, digest, tuple(rounds))
+    logprobs = tuple(event.logprob for event in events if event.logprob is not None)
+    return Measurement(stats, tuple(event.token_id for event in events), logprobs, tuple(rounds))
+
+
+# -- where two texts differ
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first token that differs. `position` counts from 0 in the answer; a token id is None if that answer ended.
+
+    `logit_margin`: difference of the target's log probabilities of the two tokens (natural log). Close to 0 means a
+    near-tie that rounding decided; large means a defect. None if one answer ended. The token ids are the same where
+    only their log probabilities differ.
+    """
+
+    position: int
+    plain_token_id: int | None
+    drafted_token_id: int | None
+    logit_margin: float | None
+
+
+def first_divergence(plain: Measurement, drafted: Measurement, *, exact: bool) -> Divergence | None:
+    """The first difference of two answers to one prompt, whose log probabilities are kept; None if they are equal.
+
+    `exact`: their log probabilities have to be equal too, as they are in reproducible mode.
+    """
+    ours, theirs = (
+        list(zip(each.token_ids, each.logprobs if exact else each.token_ids, strict=True)) for each in (plain, drafted)
+    )
+    position = next((i for i, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), None)
+    if position is None:
+        if len(plain.token_ids) == len(drafted.token_ids):
+            return None
+        position = min(len(plain.token_ids), len(drafted.token_ids))
+        first, second = ((*ids[position : position + 1], None)[0] for ids in (plain.token_ids, drafted.token_ids))
+        return Divergence(position, first, second, None)
+    # Both rows follow the same text, so their normalisers are equal and log probabilities differ as the logits do.
+    margin = plain.logprobs[position] - drafted.logprobs[position]
+    return Divergence(position, plain.token_ids[position], drafted.token_ids[position], margin)

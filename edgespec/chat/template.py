@@ -143,7 +143,7 @@ def encode_messages(
     """
     source = vocabulary.chat_template
     if source is None:
-        raise PromptError(f"model {model_name!r} has no chat template: use --no-chat-template, or generate()")
+        raise PromptError(f"model {model_name!r} has no chat template: use --no-chat-template or generate()")
     ends = (vocabulary.bos_id, vocabulary.eos_id)
     bos, eos = ("" if token_id is None else vocabulary.token_name(token_id) for token_id in ends)
     takes_short_ids = wants_short_ids(source)

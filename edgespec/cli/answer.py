@@ -16,7 +16,7 @@ from rich.cells import cell_len
 
 from edgespec.chat.reasoning import AnswerSplitter, Reasoning
 from edgespec.cli import has_escapes, printable
-from edgespec.cli.interrupt import stops
+from edgespec.cli.terminal import stops
 from edgespec.generation.handle import Generation
 from edgespec.reports import TokenEvent
 from edgespec.vocabulary import Vocabulary

@@ -10,31 +10,28 @@ from typing import Any
 
 import click
 
-from edgespec.bench.explain import explain_choices, explain_json, explain_lines
 from edgespec.bench.plot import check_plot, draw
-from edgespec.bench.prompts import (
-    SYNTHETIC,
-    BenchPrompt,
-    Domains,
-    built_in,
-    choose,
-    read_prompts,
-    with_synthetic,
-)
-from edgespec.bench.report import Report, Setup, report_of, shown, table_lines
+from edgespec.bench.prompts import BenchPrompt, Domains, built_in, choose, read_prompts, with_generated
+from edgespec.bench.report import Report, describe, report_of, shown, table_lines
 from edgespec.bench.runner import Runner, Task, Trial, tasks_of
-from edgespec.bench.sweep import Sweep, fixed_choices, sweep_json, sweep_lines
+from edgespec.bench.sweep import (
+    Sweep,
+    explain_json,
+    explain_lines,
+    explained_choices,
+    sweep_json,
+    sweep_lines,
+    swept_choices,
+)
 from edgespec.cli import FilePath
-from edgespec.cli.interrupt import stops
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.options import SettingsCommand, require_speculation, resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, show_configuration
-from edgespec.cli.terminal import note
+from edgespec.cli.terminal import note, stops
 from edgespec.config.options import PRINTING, PROMPTING, REMEMBERING, STRUCTURE
 from edgespec.errors import ConfigError
 
 DEFAULT_TOKENS, SWEEP_TOKENS = 96, 48
-DEFAULT_PER_DOMAIN, SWEEP_PER_DOMAIN = 4, 1
 DEFAULT_REPEAT, SWEEP_REPEAT = 3, 1
 _LEFT_OUT = ("stop", *PROMPTING, *STRUCTURE, *PRINTING, *REMEMBERING)
 _PATH = FilePath()
@@ -43,9 +40,8 @@ _SHOWN_CHARACTERS = 44
 
 @click.command(cls=SettingsCommand)
 @settings_options("load", "generate", "sampling", "session", leave_out=_LEFT_OUT)
-@click.option("--prompts", type=_PATH, metavar="FILE", help='Lines, plain or {"domain", "text"}  [built-in prompts]')
+@click.option("--prompts", type=_PATH, metavar="FILE", help='Lines; .jsonl: {"domain", "text"}  [built-in prompts]')
 @click.option("--domain", "domains", multiple=True, metavar="NAME", help="Only this domain; repeatable")
-@click.option("--per-domain", type=click.IntRange(1), help="Prompts per domain  [default: all]")
 @click.option("--repeat", type=click.IntRange(1), help="Runs of each prompt  [default: 3; 1 with --sweep, --explain]")
 @click.option("--sweep", is_flag=True, help="Try every drafter and draft length; show the best beside auto")
 @click.option("--explain", is_flag=True, help="Show costs, acceptance, expected beside measured speed, what would help")
@@ -77,20 +73,15 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
         return _sweep(session, tasks, own) if sweeps else _bench(session, tasks, own)
 
 
-_OWN = ("prompts", "domains", "per_domain", "repeat", "sweep", "explain", "plot", "as_json")
+_OWN = ("prompts", "domains", "repeat", "sweep", "explain", "plot", "as_json")
 
 
 def _choose(session: Session, sources: Domains, own: dict[str, Any]) -> list[BenchPrompt]:
-    """The prompts of this run: all domains of a user's own file, else generated ones too."""
-    model, seed = session.model, session.seed
-    domains = with_synthetic(sources, model.target.vocabulary, seed)
-    per_domain, wanted = own["per_domain"], own["domains"]
+    """The prompts of this run: all domains of a user's own file, else generated ones too; one each for a sweep."""
+    model, wanted = session.model, own["domains"]
+    domains = with_generated(sources, model.target.vocabulary, session.seed)
     if own["prompts"] is not None:
         domains, wanted = {**domains, **sources}, wanted or list(sources)
-    elif own["sweep"] or own["explain"]:
-        per_domain = per_domain or SWEEP_PER_DOMAIN
-    elif per_domain is None:
-        domains.update({name: domains[name][:DEFAULT_PER_DOMAIN] for name in SYNTHETIC})
     most = model.context_length - (session.options.max_tokens or 0)
     too_long = 0
 
@@ -100,7 +91,8 @@ def _choose(session: Session, sources: Domains, own: dict[str, Any]) -> list[Ben
         too_long += not is_short
         return is_short
 
-    chosen = choose(domains, wanted, per_domain, seed, fits)
+    is_sweep = own["prompts"] is None and (own["sweep"] or own["explain"])
+    chosen = choose(domains, wanted, fits, one_each=is_sweep)
     if too_long:
         note(f"left out: {too_long} prompts, too long for the context with a full answer")
     return chosen
@@ -111,19 +103,16 @@ def _encode(session: Session, prompt: BenchPrompt) -> list[int]:
 
 
 def _bench(session: Session, tasks: list[Task], own: dict[str, Any]) -> int:
-    model = session.model
-    setup = Setup(model, session.sampling, session.options)
-    trials: dict[tuple[str, int], Trial] = {}
-    by_key = {task.key: task for task in tasks}
+    trials: list[Trial] = []
     on_trial = progress(len(tasks))
-    with stops(model.cancel) as interruption:
-        for trial in Runner(model, setup.options, lambda: interruption.happened).run(tasks):
-            trials[trial.key] = trial
-            on_trial(_trial_line(by_key[trial.key], trial))
+    with stops(session.model.cancel) as interruption:
+        for trial in Runner(session.model, session.options, lambda: interruption.happened).run(tasks):
+            trials.append(trial)
+            on_trial(_trial_line(trial))
     if not trials:
         note("interrupted before the first result")
         return INTERRUPTED
-    _show(report_of(setup, tasks, trials), own)
+    _show(report_of(session.model, session.sampling, session.options, trials, len(tasks)), own)
     if interruption.happened:
         note(f"interrupted: {len(trials)} of {len(tasks)} runs are shown")
         return INTERRUPTED
@@ -143,8 +132,8 @@ def _show(report: Report, own: dict[str, Any]) -> None:
 
 def _sweep(session: Session, tasks: list[Task], own: dict[str, Any]) -> int:
     model = session.model
-    choices = fixed_choices(model) if own["sweep"] else []
-    choices += explain_choices(model) if own["explain"] else []
+    choices = swept_choices(model) if own["sweep"] else []
+    choices += explained_choices(model) if own["explain"] else []
     sweep = Sweep(model, choices, session.options)
     on_run = progress(len(tasks) * len(sweep.choices))
     with stops(model.cancel) as interruption:
@@ -154,7 +143,7 @@ def _sweep(session: Session, tasks: list[Task], own: dict[str, Any]) -> int:
         note("interrupted before the first result")
         return INTERRUPTED
     if own["as_json"]:
-        facts = Setup(model, session.sampling, session.options).describe()
+        facts = describe(model, session.sampling, session.options)
         swept = {"sweep": sweep_json(sweep)} if own["sweep"] else {}
         explained = {"explain": explain_json(sweep)} if own["explain"] else {}
         click.echo(json.dumps({**facts, **swept, **explained}, allow_nan=False))
@@ -167,13 +156,14 @@ def _sweep(session: Session, tasks: list[Task], own: dict[str, Any]) -> int:
     return 0
 
 
-def _trial_line(task: Task, trial: Trial) -> str:
+def _trial_line(trial: Trial) -> str:
     """A finished trial: domain, the beginning of the prompt, tokens per second plain and with speculation."""
-    text = " ".join(task.prompt.text.split())
+    prompt = trial.task.prompt
+    text = " ".join(prompt.text.split())
     text = text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
     plain, drafted = (side.stats.tokens_per_second for side in (trial.standard, trial.speculative))
     ratio = shown(trial.speedup, "{:.2f}x") if trial.speculative.stats.drafted_tokens else "nothing drafted"
-    return f"{task.prompt.domain:<15}  {text:<{_SHOWN_CHARACTERS}}  {plain:.1f} -> {drafted:.1f}  {ratio}"
+    return f"{prompt.domain:<15}  {text:<{_SHOWN_CHARACTERS}}  {plain:.1f} -> {drafted:.1f}  {ratio}"
 
 
 def progress(total: int) -> Callable[[str], None]:

@@ -14,8 +14,17 @@ from edgespec.cli import FilePath, aligned, printable, say
 from edgespec.cli.terminal import note
 from edgespec.config.options import LoadOptions
 from edgespec.config.sources import resolve
-from edgespec.corpus.store import DamagedError, LearntTexts, vocabulary_key
-from edgespec.corpus.texts import MAX_BYTES, Corpus, CorpusText, Documents, check_name, check_size
+from edgespec.corpus.texts import (
+    MAX_BYTES,
+    Corpus,
+    CorpusText,
+    DamagedError,
+    Documents,
+    LearntTexts,
+    check_name,
+    check_size,
+    vocabulary_key,
+)
 from edgespec.drafters.spec import learnt_texts
 from edgespec.errors import ConfigError, StateError
 from edgespec.loading.drafts import open_vocabulary

@@ -17,19 +17,18 @@ from edgespec.cli.terminal import counted, detail, note, reply
 from edgespec.config.values import RANDOM_SEED
 from edgespec.errors import EdgespecError, StateError
 from edgespec.platform.files import write_errors
-from edgespec.reports import Stats, Totals
+from edgespec.reports import Stats
 
 STATE_SUFFIX = ".state"
 LEAST_ANSWER = 256  # tokens kept free for an answer of unlimited length, where the context allows
 
 
 class Chat:
-    """The conversation, the session it runs in, and the counters of its answers."""
+    """The conversation, the session it runs in, and the counters of its last answer."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.conversation = Conversation(session.shown.system)
-        self.totals = Totals()
         self.last = Stats()  # of the last answer
         self.attached: list[str] = []  # texts that go behind the next message
 
@@ -37,8 +36,8 @@ class Chat:
         """Ask `text` and print the answer; a failure leaves the conversation as it was."""
         before = self.conversation.copy()
         self.conversation.ask("\n\n".join((text, *self.attached)))
+        self.attached = []  # first: with what no context holds, every message would be refused
         self._answer(before)
-        self.attached = []
 
     def say_again(self) -> None:
         """Answer the last message again with the next seed; the same seed would give the same text."""
@@ -79,7 +78,6 @@ class Chat:
         else:
             self.conversation = before
             note(f"no answer{' after the reasoning' if reasoning else ''}; the message is dropped")
-        self.totals.add(self.last)
         self.session.show_end(self.last, in_chat=True)
 
     def _make_room(self) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -19,6 +18,7 @@ import click
 from edgespec import __version__
 from edgespec.cli import say, wrapped
 from edgespec.cli.terminal import counted
+from edgespec.contained import Child, ChildEnded
 from edgespec.engines.onnx import library as onnxruntime
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.manifest import read_pair
@@ -39,7 +39,6 @@ from edgespec.platform.machine import default_threads, physical_cores, processor
 PROBE_TIMEOUT_S = 60
 # Backends of llama.cpp for GPUs, and what each is for.
 GPUS = {"vulkan": "any GPU", "cuda": "NVIDIA", "rocm": "AMD", "metal": "Apple Silicon"}
-NO_GPU = {"CPU", "BLAS", "RPC"}  # ggml's names of the other backends
 
 
 @click.command(short_help="Show what is installed, what is missing and how to get it.")
@@ -87,32 +86,21 @@ def examine() -> dict[str, Any]:
 
 def _llamacpp() -> dict[str, Any]:
     """What llama.cpp says of itself; "reason" when it is not `available`, and whether it is `installed` at all."""
-    if has_engine("llamacpp"):
-        return {"installed": True, **_probe_llamacpp()}
-    return {
-        "installed": False,
-        "available": False,
-        "reason": f"not installed; for GGUF files: {install_command('llamacpp')}",
-    }
-
-
-def _probe_llamacpp() -> dict[str, Any]:
-    probe = [sys.executable, "-m", "edgespec.cli.doctor"]
-    rebuild = reinstall_command("llama-cpp-python", "--no-cache-dir", "--no-binary=llama-cpp-python")
+    if not has_engine("llamacpp"):
+        reason = f"not installed; for GGUF files: {install_command('llamacpp')}"
+        return {"installed": False, "available": False, "reason": reason}
     try:
-        done = subprocess.run(
-            probe, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+        # A build for another processor ends its process at the first instruction that this one lacks.
+        with Child(__name__) as child:
+            return {"installed": True, **child.call(describe_library, limit_s=PROBE_TIMEOUT_S)}
+    except ChildEnded as exc:
+        rebuild = reinstall_command("llama-cpp-python", "--no-cache-dir", "--no-binary=llama-cpp-python")
+        reason = (
+            f"llama.cpp ends its process ({exc.how}): this build does not suit the processor. Build it here: {rebuild}"
         )
-    except (OSError, subprocess.TimeoutExpired) as exc:
-        return {"available": False, "reason": f"asking llama.cpp failed: {exc}"}
-    if done.returncode:
-        return {
-            "available": False,
-            "reason": f"llama.cpp ends its process (exit code {done.returncode}): this build does not suit the "
-            f"processor. Build it here: {rebuild}",
-        }
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
+    except (TimeoutError, CapabilityError) as exc:
+        reason = f"asking llama.cpp failed: {exc}"
+    return {"installed": True, "available": False, "reason": reason}
 
 
 def _onnxruntime() -> dict[str, Any]:
@@ -202,14 +190,11 @@ def _print_llamacpp(llama: dict[str, Any]) -> None:
     for device in llama["devices"]:
         memory = f", {device['total_bytes'] / 2**30:.1f} GiB" if device["total_bytes"] else ""
         _say(f"device {device['name']}: {device['description']} ({device['kind']}{memory})")
-    idle = [name for name in llama["backends"] if name not in NO_GPU]
     if llama["gpu_offload"]:
         _say("to use the GPU: -ngl auto")
-    elif idle:
-        _say(f"no GPU: this build of llama.cpp has {', '.join(idle)}, which finds none (is its driver installed?)")
     else:
         what = f"this machine's GPU ({GPUS[backend]})" if backend else "a GPU, of which none was found here"
-        _say(f"this build of llama.cpp uses no GPU; one for {what}:", build_command(backend or "vulkan"))
+        _say(f"this build of llama.cpp finds no GPU; one for {what}:", build_command(backend or "vulkan"))
     rpc = ("yes (edgespec rpc-server, --rpc)", "") if llama["rpc"] else ("not in this build:", build_command("rpc"))
     _say(f"several machines (RPC): {rpc[0]}", rpc[1])
 
@@ -225,49 +210,23 @@ def gpu_backend() -> str:
     return "vulkan" if sys.platform == "win32" or any(Path("/dev/dri").glob("renderD*")) else ""
 
 
-# -- the llama.cpp library
-#
-# A build for another processor ends its process at the first instruction it lacks, so it is asked in a child:
-# `python -m edgespec.cli.doctor` prints what it says of itself as one JSON object.
-
-
 def describe_library() -> dict[str, Any]:
-    """Version, backends, the devices that this build sees, and whether it has RPC. Memory in bytes."""
+    """The version of llama.cpp, the devices that this build sees, and whether it has RPC. Memory in bytes."""
+    from edgespec.engines.llamacpp import devices
     from edgespec.engines.llamacpp.library import library, version
 
     try:
         llama = library()
     except CapabilityError as exc:
         return {"available": False, "reason": str(exc)}
-    found = _devices()
+    try:
+        found = devices.devices()
+    except CapabilityError:  # it does not export the question
+        found = [devices.Device("CPU", "the processor", "cpu", 0, 0)]
     return {
         "available": True,
         "version": version(),
-        "gpu_offload": any("gpu" in device["kind"] for device in found),
+        "gpu_offload": any("gpu" in device.kind for device in found),
         "rpc": bool(llama.llama_supports_rpc()),
-        "backends": _backends(),
-        "devices": found,
+        "devices": [asdict(device) for device in found],
     }
-
-
-def _backends() -> list[str]:
-    from edgespec.engines.llamacpp import devices
-
-    try:
-        return devices.backends()
-    except CapabilityError:
-        return []
-
-
-def _devices() -> list[dict[str, Any]]:
-    """ggml's devices; only the processor where the library does not export the question."""
-    from edgespec.engines.llamacpp import devices
-
-    try:
-        return [asdict(device) for device in devices.devices()]
-    except CapabilityError:
-        return [asdict(devices.Device("CPU", "the processor", "cpu", 0, 0))]
-
-
-if __name__ == "__main__":
-    print(json.dumps(describe_library()))

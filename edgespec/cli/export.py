@@ -14,8 +14,7 @@ from edgespec import __version__
 from edgespec.cli import FilePath, say
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.shell import files
-from edgespec.cli.status import waiting
-from edgespec.cli.terminal import note
+from edgespec.cli.terminal import note, waiting
 from edgespec.platform.files import exists, expanded, resolved
 
 if TYPE_CHECKING:

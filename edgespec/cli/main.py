@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,11 +53,12 @@ _MORE = {
 }
 COMMANDS = {**_EVERYDAY, **_MORE}
 ALIASES = {"generate": "run", "list": "ls", "remove": "rm", "pair": "drafts"}
-_IN_MODELS = ("ls", "show", "add", "rm")  # short commands that share a module
+_IN_MODELS = ("ls", "show", "add", "rm", "drafts")  # short commands that share a module
 _RAISE_LIMITS = "Raise its limits (ulimit -v, ulimit -d), or close other programs"
 # What writing to a pipe that nobody reads any more fails with.
 _READER_GONE = (errno.EPIPE, errno.EINVAL) if os.name == "nt" else (errno.EPIPE,)
 _NO_MEMORY = f"this process needs more memory than it may have. {_RAISE_LIMITS}"
+_COMPLETE = "_EDGESPEC_COMPLETE"  # set by the shell whose Tab key was pressed
 _ANSWERS = "edgespec run MODEL 'TEXT' answers one prompt"
 _EPILOG = """\b
 First steps:  edgespec chat          or  edgespec run MODEL "Hello"
@@ -105,23 +107,29 @@ class CommandGroup(click.Group):
             with formatter.section(title):
                 formatter.write_dl([(name.ljust(max(map(len, COMMANDS))), text) for name, text in commands.items()])
 
-    def main(self, *args: Any, **extra: Any) -> Any:
-        """Run and leave the process. `extra` is click's; its error handling and argument expansion are replaced."""
-        extra |= {"standalone_mode": False, "windows_expand_args": False}  # a prompt may hold * and %
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **extra: Any) -> Any:
+        """Run and leave the process, as click's own does but for errors, and arguments, which may hold * and %.
+
+        A reader of our output that went away is 141, where click would leave with 1.
+        """
+        given, name = sys.argv[1:] if args is None else list(args), prog_name or "edgespec"
         extra.setdefault("color", None if has_escapes() else False)
-        extra["prog_name"] = extra.get("prog_name") or "edgespec"
         _make_streams_tolerant()
+        if instruction := os.environ.get(_COMPLETE):
+            from click.shell_completion import shell_complete
+
+            sys.exit(shell_complete(self, {}, name, _COMPLETE, instruction))
         logger = logging.getLogger("edgespec")
         if not any(isinstance(handler, _Notes) for handler in logger.handlers):
             logger.addHandler(_Notes(logging.INFO))
         logger.setLevel(logging.INFO)
         try:
             with spoken_on_the_command_line():
-                code = super().main(*args, **extra)
+                code = self._run(name, given, **extra)
             sys.stdout.flush()  # here and not at exit, where a full disk would go unnoticed or end in a traceback
-        except click.Abort:  # click's word for the end of input, too
+        except (KeyboardInterrupt, EOFError, click.Abort):
             code = INTERRUPTED
-            click.echo("interrupted", err=True)
+            click.echo("\ninterrupted", err=True)
         except click.ClickException as exc:
             code = _report(describe(exc), BAD_INPUT)
         except EdgespecError as exc:
@@ -148,26 +156,19 @@ class CommandGroup(click.Group):
         _let_go_of_output()
         sys.exit(code if isinstance(code, int) else 0)
 
-    # click itself would leave with 1 where the reader went away.
-    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+    def _run(self, name: str, args: list[str], **extra: Any) -> Any:
         try:
-            return super().make_context(*args, **extra)
-        except BrokenPipeError:
-            raise click.exceptions.Exit(BROKEN_PIPE) from None
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:
-            return BROKEN_PIPE
+            with self.make_context(name, args, **extra) as context:
+                return self.invoke(context)
+        except click.exceptions.Exit as exc:
+            return exc.exit_code
 
 
 class _Notes(logging.Handler):
     """Shows what the library logs: warnings always, what it is busy with while the user waits or with --verbose."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from edgespec.cli.status import report_progress  # imports rich, which --help does without
-        from edgespec.cli.terminal import note, verbosity
+        from edgespec.cli.terminal import note, report_progress, verbosity
 
         message = record.getMessage()
         if record.levelno >= logging.WARNING or verbosity() == "verbose":

@@ -79,7 +79,7 @@ def verbosity_option(*flags: str, help: str) -> Callable[[Function], Function]:
 
     def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         if value:
-            set_verbosity(ctx, "verbose" if param.name == "verbose" else "quiet")
+            set_verbosity("verbose" if param.name == "verbose" else "quiet")
 
     return click.option(
         *flags, cls=GroupedOption, group="Output", is_flag=True, expose_value=False, callback=remember, help=help

@@ -25,20 +25,19 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from edgespec.bench.explain import balance, changes, costs_of, threshold, typical_width
 from edgespec.bench.plot import check_picture
 from edgespec.bench.prompts import BenchPrompt
-from edgespec.bench.report import Report, Setup, Summary, equality, report_of
+from edgespec.bench.report import Report, Summary, equality, report_of
 from edgespec.bench.runner import Runner, Task, Trial
+from edgespec.bench.sweep import balance, changes, costs_of, threshold, typical_width
 from edgespec.cli import FilePath, printable
-from edgespec.cli.interrupt import Interruption, stops
 from edgespec.cli.main import FAILED, INTERRUPTED
 from edgespec.cli.options import SettingsCommand, require_speculation, resolve_settings, settings_options
 from edgespec.cli.run import encode_prompt, read_prompt
 from edgespec.cli.session import Session, open_session, show_configuration
-from edgespec.cli.terminal import note
+from edgespec.cli.terminal import Interruption, note, stops
 from edgespec.config.options import PRINTING, REMEMBERING, STRUCTURE
-from edgespec.loading.sample_prompts import PROMPTS
+from edgespec.loading.drafts import PROMPTS
 from edgespec.platform.files import write_atomically
 from edgespec.reports import TokenEvent
 
@@ -70,7 +69,7 @@ def command(
     text = PROMPTS[0].text if prompt is None else read_prompt(prompt)
     session = open_session(settings.below({"max_tokens": DEFAULT_TOKENS}, "race"))
     with session.model as model:
-        task = Task(BenchPrompt("race", (text,)), tuple(encode_prompt(session, text)), session.sampling, 0, 0)
+        task = Task(BenchPrompt("race", text), tuple(encode_prompt(session, text)), session.sampling)
         model.stream(task.prompt_ids, session.sampling, session.options)  # checks the prompt; nothing runs
         show_configuration(session)
         return _race(session, task, picture)
@@ -101,8 +100,7 @@ def _race(session: Session, task: Task, picture: Path | None) -> int:
     if trial is None:
         note("stopped before the end, so there is no result")
         return INTERRUPTED
-    setup = Setup(model, session.sampling, session.options)
-    report = report_of(setup, [task], {trial.key: trial})
+    report = report_of(model, session.sampling, session.options, [trial], 1)
     lines = result_lines(session, trial, report)
     if is_live:
         console.print(panels(list(laps.values()), float("inf"), console))

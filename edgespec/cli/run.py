@@ -11,12 +11,11 @@ from typing import Any
 import click
 
 from edgespec.cli.chat import converse, settings_with_model
-from edgespec.cli.interrupt import stops
 from edgespec.cli.main import FAILED, INTERRUPTED
 from edgespec.cli.options import GroupedOption, SettingsCommand, settings_options
 from edgespec.cli.session import Session, open_session, require_chat_template, show_beginning, show_memory_note
 from edgespec.cli.stdin import is_interactive, text_behind, whole_input
-from edgespec.cli.terminal import complain, length_note
+from edgespec.cli.terminal import complain, length_note, stops
 from edgespec.config.options import GenerateOptions, SessionOptions
 from edgespec.config.values import MAX_TOP_LOGPROBS
 from edgespec.errors import ConfigError, ModelNotFound, PromptError, shown
@@ -134,7 +133,7 @@ def _print_text(session: Session, prompt_ids: list[int]) -> int:
     answer = _asked(session, prompt_ids, options)
     printer = session.printer(prompt_ids)
     is_stopped = printer.print_all(answer, lambda: show_beginning(session))
-    code = _code_of(session, answer.stats, printer.parts[1])
+    code = _code_of(session, answer.stats)
     session.show_end(answer.stats, says_cut=not code)
     return INTERRUPTED if is_stopped else code
 
@@ -153,33 +152,17 @@ def _print_json(session: Session, prompt_ids: list[int], logprobs: int | None) -
                 found["logprobs"] = result.logprobs
                 found["top_logprobs"] = result.top_logprobs
             click.echo(json.dumps(found, allow_nan=False))
-            code = _code_of(session, result.stats, found["answer"])
+            code = _code_of(session, result.stats)
     return INTERRUPTED if interruption.happened else code
 
 
-def _code_of(session: Session, stats: Stats, answer: str) -> int:
-    """FAILED, with a line that --quiet does not hide, where an answer was cut before its structure was complete; or 0.
-
-    Whether one by a grammar or an expression was complete all the same is not known here.
-    """
-    options = session.options
-    structure, why = options.structure, length_note(stats, options)
+def _code_of(session: Session, stats: Stats) -> int:
+    """FAILED, with a line that --quiet does not hide, where an answer with a structure was cut; else 0."""
+    structure, why = session.options.structure, length_note(stats, session.options)
     if structure is None or why is None:
-        return 0
-    if structure == "json_schema" and _is_json(
-        answer.rpartition(options.free_until)[2] if options.free_until else answer
-    ):
         return 0
     complain(f"the answer ends before --{structure.replace('_', '-')} is complete, {why}")
     return FAILED
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 def result_object(session: Session, result: Result) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from click.core import ParameterSource
 from edgespec.chat.template import read_template
 from edgespec.cli.options import GroupedOption, SettingsCommand, resolve_settings, sampling_of, settings_options
 from edgespec.cli.session import open_session, show_beginning
-from edgespec.cli.status import stop_waiting
-from edgespec.cli.terminal import note
+from edgespec.cli.terminal import note, stop_waiting
 from edgespec.config.options import OF_ONE_MODEL, STRUCTURE, GenerateOptions, LoadOptions, ServeOptions
 from edgespec.config.sources import Settings
 from edgespec.config.values import MAX_PARALLEL, RANDOM_SEED, NumSequences

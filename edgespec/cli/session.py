@@ -11,7 +11,6 @@ from edgespec.chat.template import answer_prefix, read_template
 from edgespec.cli.answer import AnswerPrinter
 from edgespec.cli.options import sampling_of
 from edgespec.cli.shell import continue_command
-from edgespec.cli.status import waiting
 from edgespec.cli.terminal import (
     configuration_line,
     detail,
@@ -21,13 +20,14 @@ from edgespec.cli.terminal import (
     short_configuration,
     stats_lines,
     verbosity,
+    waiting,
 )
 from edgespec.config.options import REMEMBERING, GenerateOptions, LoadOptions, Sampling, SessionOptions
 from edgespec.config.sources import Settings
 from edgespec.config.values import RANDOM_SEED, NumSequences
 from edgespec.drafters.spec import learnt_texts
 from edgespec.errors import ConfigError, PromptError
-from edgespec.loading.opening import has_chat_template, require_writer_file
+from edgespec.loading.opening import has_chat_template
 from edgespec.loading.requirements import resolve_pair
 from edgespec.platform.files import exists
 from edgespec.reports import Stats
@@ -140,7 +140,6 @@ def require_chat_template(settings: Settings, *, is_chat: bool = False) -> None:
     if read_template(options.chat_template_file) is not None:
         return
     pair = resolve_pair(options)
-    require_writer_file(pair.files["target"])
     if not has_chat_template(pair.files["target"]):
         command = continue_command(options.model)
         raise PromptError(
@@ -151,8 +150,8 @@ def require_chat_template(settings: Settings, *, is_chat: bool = False) -> None:
 
 def _load(settings: Settings, parallel: NumSequences) -> Model:
     options = settings.part("load") | {"parallel": parallel}
-    with waiting(f"loading {options.get('model', 'demo')}") as on_progress:
-        return load(**options, on_progress=on_progress)
+    with waiting(f"loading {options.get('model', 'demo')}"):
+        return load(**options)
 
 
 def show_memory_note(model: Model) -> None:

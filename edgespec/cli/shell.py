@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from edgespec.errors import ModelFileError
 from edgespec.installation import quoted
 
 if TYPE_CHECKING:
@@ -53,7 +54,10 @@ def run_command(name: str, target: ModelFile | None) -> str:
     """`name`: how the user names the model of the file `target`; without a file it is taken for one that chats."""
     from edgespec.loading.opening import has_chat_template
 
-    chats = target is None or has_chat_template(target)
+    try:
+        chats = target is None or has_chat_template(target)
+    except ModelFileError:  # it only gives embeddings
+        chats = True
     return f"edgespec chat {_quoted(name)}" if chats else continue_command(name)
 
 

@@ -276,17 +276,8 @@ def _origin(chat: Chat, setting: Setting, value: Any) -> str:
 
 
 def _stats(chat: Chat, argument: str) -> None:
-    if not chat.totals.num_generations:
-        reply("no answer yet")
-        return
-    for line in stats_lines(chat.last):
+    for line in stats_lines(chat.last) if chat.last.new_tokens else ("no answer yet",):
         reply(line)
-    totals = chat.totals
-    accepted = f"{totals.acceptance_rate:.0%} of drafts accepted" if totals.drafted_tokens else "nothing drafted"
-    reply(
-        f"{counted(totals.num_generations, 'answer')} in all: {totals.new_tokens} tokens at "
-        f"{totals.tokens_per_second:.1f} tokens/s, {accepted}, {totals.mean_accepted_length:.2f} tokens per pass"
-    )
 
 
 def _exit(chat: Chat, argument: str) -> None:
@@ -299,15 +290,10 @@ def _table(rows: list[tuple[str, ...]]) -> None:
 
 
 def _read(chat: Chat, argument: str) -> None:
-    """Raises ConfigError for a file that cannot be read, StateError for one that no context would hold."""
+    """Raises ConfigError for a file that cannot be read."""
     if not argument:
         raise StateError("/read needs a file name")
     text = file_text(argument, "/read")
-    model = chat.session.model
-    num_tokens = len(model.encode("\n\n".join((*chat.attached, text))))
-    if num_tokens >= model.context_length:  # else every message would be refused until it is taken back
-        what = f"{argument} has {num_tokens} tokens{' with what was read before' if chat.attached else ''}"
-        raise StateError(f"{what}, but the context holds only {model.context_length}: read less of it")
     chat.attached.append(text)
     reply(f"{counted(len(text), 'character')} of {argument} go behind the next message (/clear takes them back)")
 
@@ -326,6 +312,6 @@ COMMANDS: dict[str, Command] = {
     "/unset": Command("/unset NAME", "take a setting back to its default, such as: /unset json-schema", _unset),
     "/show": Command("/show [info|template]", "list all settings and where they come from; what the model is", _show),
     "/model": Command("/model [NAME]", "go on with another model", _model),
-    "/stats": Command("/stats", "show speed and acceptance of the answers so far", _stats),
+    "/stats": Command("/stats", "show speed and acceptance of the last answer", _stats),
     "/exit": Command("/exit", "leave; also /bye, or Ctrl-D", _exit),
 }

@@ -1,8 +1,18 @@
-"""Lines beside the result, on stderr: notes, errors, counters, the configuration. Escape codes only where they work."""
+"""What a person sees beside the result, on stderr, and Ctrl-C: notes, errors, counters, the configuration, waits.
+
+Escape codes only where they work.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
 import click
@@ -12,33 +22,37 @@ from edgespec.config.options import GenerateOptions
 from edgespec.config.values import LOSSY, RuleName
 
 if TYPE_CHECKING:
+    from rich.status import Status
+    from rich.text import Text
+
     from edgespec.config.options import Sampling
     from edgespec.formats.manifest import ModelFile
     from edgespec.reports import Stats
     from edgespec.runtime import Model  # commands that load nothing do not pay for these imports
 
 Verbosity = Literal["quiet", "normal", "verbose"]
-_VERBOSITY = "edgespec.verbosity"
-_in_other_threads: list[Verbosity] = ["normal"]  # click tells only the thread that runs the command which one it is
+OnProgress = Callable[[int, int, str], None]
+_verbosity: Verbosity = "normal"  # of the command that is running, for all of its threads
+_waiting: list[OnProgress] = []
+_shown: list[Status] = []
 
 
 def begin_command() -> None:
     """No verbosity was chosen yet."""
-    _in_other_threads[0] = "normal"
+    global _verbosity
+    _verbosity = "normal"
 
 
-def set_verbosity(context: click.Context, chosen: Verbosity) -> None:
+def set_verbosity(chosen: Verbosity) -> None:
     """Raises UsageError where the other one was chosen before."""
-    if context.meta.setdefault(_VERBOSITY, chosen) != chosen:
-        raise click.UsageError("--verbose and --quiet contradict each other: keep one", context)
-    _in_other_threads[0] = chosen
+    global _verbosity
+    if _verbosity not in ("normal", chosen):
+        raise click.UsageError("--verbose and --quiet contradict each other: keep one")
+    _verbosity = chosen
 
 
 def verbosity() -> Verbosity:
-    """That of the command that is running, in any of its threads."""
-    context = click.get_current_context(silent=True)
-    chosen: Verbosity = _in_other_threads[0] if context is None else context.meta.get(_VERBOSITY, "normal")
-    return chosen
+    return _verbosity
 
 
 def reply(text: str) -> None:
@@ -108,9 +122,9 @@ def configuration_line(model: Model, sampling: Sampling, options: GenerateOption
 
 
 def _mode(model: Model, rule: RuleName) -> str:
-    if model.is_reproducible(rule):
-        return "reproducible"
-    return "fastest mode" if rule == "coupled" else "not reproducible"
+    if rule != "coupled":
+        return "not reproducible"
+    return "fastest mode" if model.target.facts.pinned_class is None else "reproducible"
 
 
 def length_note(stats: Stats, options: GenerateOptions, *, in_chat: bool = False) -> str | None:
@@ -141,3 +155,119 @@ def stats_lines(stats: Stats) -> Iterable[str]:
         f"draft {stats.draft_s:.3f} s, verify {stats.verify_s:.3f} s, overhead {stats.overhead_s:.3f} s; "
         f"peak memory {stats.peak_rss_bytes / 1e6:.0f} MB{planned}"
     )
+
+
+# -- what a command is waiting for: a line that vanishes in a terminal, one line for each new thing elsewhere
+
+
+@contextmanager
+def waiting(text: str) -> Iterator[OnProgress]:
+    """For the time of the block `text` is shown in a terminal, or what is done since; with --verbose in a log, too.
+
+    Yields a function that takes (steps done, steps in all, what is being done). With --quiet nothing is shown.
+    """
+    if verbosity() == "quiet":
+        yield lambda done, total, what: None
+        return
+    from rich.console import Console  # takes as long as all else of a command that waits for nothing
+
+    seen = {text}
+    status = None
+    if sys.stderr.isatty() and has_escapes():
+        status = Console(stderr=True, highlight=False).status(_line(text), spinner="line", refresh_per_second=4)
+        status.start()
+        _shown.append(status)
+
+    def on_progress(done: int, total: int, what: str) -> None:
+        if status is not None:
+            status.update(_line(f"{what}: {done} of {total}" if total else what))
+        elif what not in seen:
+            seen.add(what)
+            detail(what)
+
+    _waiting.append(on_progress)
+    try:
+        yield on_progress
+    finally:
+        _waiting.remove(on_progress)
+        if status is not None:
+            _shown.remove(status)
+            status.stop()
+
+
+def _line(text: str) -> Text:
+    from rich.text import Text
+
+    return Text(f"{text} (Ctrl-C stops)")
+
+
+def stop_waiting() -> None:
+    """Take down what is shown of a wait in another thread that this process does not wait for any more."""
+    for status in list(_shown):
+        status.stop()
+
+
+def report_progress(text: str) -> bool:
+    """Show `text` as what is being waited for; False where nothing is."""
+    if not _waiting:
+        return False
+    _waiting[-1](0, 0, text)
+    return True
+
+
+# -- Ctrl-C while an answer is being made: the first one ends the answer, a second one the program
+
+
+@dataclass(slots=True)
+class Interruption:
+    """`happened` turns true with the first Ctrl-C; the loop that prints events looks at it between two of them."""
+
+    happened: bool = False
+
+
+@contextmanager
+def stops(cancel: Callable[[], None]) -> Iterator[Interruption]:
+    """Within the block, Ctrl-C calls `cancel` instead of raising; a second one raises KeyboardInterrupt."""
+    interruption = Interruption()
+    if threading.current_thread() is not threading.main_thread():
+        yield interruption
+        return
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        if interruption.happened:
+            raise KeyboardInterrupt
+        interruption.happened = True
+        cancel()
+
+    previous = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        with _called_at_once(cancel):
+            yield interruption
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
+def _called_at_once(cancel: Callable[[], None]) -> Iterator[None]:
+    """Within the block, Ctrl-C calls `cancel` from a thread of its own, during a library's call too.
+
+    Python runs handlers of signals only when such a call returns, and a pass over a long prompt may take half a minute.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def listen() -> None:
+        while arrived := reader.recv(64):
+            if signal.SIGINT in arrived:
+                cancel()
+
+    listener = threading.Thread(target=listen, name="ctrl-c", daemon=True)
+    with reader, writer:
+        listener.start()
+        previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(previous)
+            writer.close()
+            listener.join()

@@ -400,7 +400,7 @@ class GenerateOptions:
         "-n --max-tokens",
         "Most tokens of an answer [until it ends]",
         basic=True,
-        check=number(1, words=(NO_LIMIT,), hint="-1 is an answer of any length"),
+        check=number(1, words=(NO_LIMIT,)),
     )
     stop: str | Sequence[str] = _answer(
         (), "--stop", "Text that ends the answer; repeatable", kind="texts", check=as_texts
@@ -519,11 +519,7 @@ class ServeOptions:
         check=number(-_MAX_WAIT_S, _MAX_WAIT_S, is_whole=False),
     )
     models_max: int = _serve(
-        1,
-        "--models-max --max-models",
-        "Of several models, how many may be loaded at once",
-        basic=True,
-        check=number(1),
+        1, "--models-max --max-models", "Of several models, how many may be loaded at once", basic=True, check=number(1)
     )
 
     def __post_init__(self) -> None:

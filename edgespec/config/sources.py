@@ -98,8 +98,8 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any, str]]:
             continue
         setting = BY_KEY.get(key.lower())
         if setting is None:
-            hint = did_you_mean(key, map(str.upper, BY_KEY)) or "; unset it"
-            raise ConfigError(f"unknown environment variable {variable}{hint}")
+            near = did_you_mean(key, map(str.upper, BY_KEY)).replace("mean '", f"mean '{ENVIRONMENT_PREFIX}")
+            raise ConfigError(f"unknown environment variable {variable}{near or '; unset it'}")
         if not text and setting.kind not in ("text", "texts", "contents"):
             continue  # as good as unset
         found.append((setting.name, setting.read(text, variable), variable))

@@ -29,7 +29,7 @@ from edgespec.platform.disk_cache import key_of
 from edgespec.types import TokenIds
 
 if TYPE_CHECKING:
-    from edgespec.corpus.store import LearntTexts
+    from edgespec.corpus.texts import LearntTexts
 
 
 class DrafterPool:
@@ -96,8 +96,6 @@ class DrafterPool:
         controller = self._chosen(name, length)
         asked = () if controller is None else self.drafters if name == "auto" else (name,)
         self._target.keep_features(any(self.drafters[each].wants_features for each in asked))
-        layers = [self.drafters[each].wants_layers for each in asked]
-        self._target.keep_layer_inputs(next(filter(None, layers), ()))
         return controller
 
     def check(self, options: GenerateOptions) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import Passes
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from edgespec.types import Draft, Evidence, TokenIds, Verdict
 
 
@@ -26,9 +26,8 @@ class DraftRequest(NamedTuple):
     `num_drafted`: how many of the last `token_ids` are drafted themselves, by another drafter in the same round.
     `max_branches`: most side branches that the draft may have, 0 for a chain. `row_cost`: cost of a further row of the
     target's pass, in tokens: a node of a tree that is accepted with a smaller probability does not pay for its row.
-    `features` [m, hidden size]: the target's last hidden states of the m tokens before the pending one, m at least 1;
+    `features` [m, feature size]: the target's last hidden states of the m tokens before the pending one, m at least 1;
     the pending token was sampled from the last row. None unless the drafter `wants_features`.
-    `layer_inputs` [m, layers * hidden size]: the inputs of the target's layers `wants_layers` at the same tokens.
     `predicted_ids` [m]: what the caller expects the answer to be; None: nothing.
     """
 
@@ -41,7 +40,6 @@ class DraftRequest(NamedTuple):
     num_drafted: int = 0
     row_cost: float = 0.0
     features: NDArray[np.float32] | None = None
-    layer_inputs: NDArray[np.float32] | None = None
     predicted_ids: TokenIds | None = None
 
     def at_most(self, max_tokens: int) -> DraftRequest:
@@ -63,7 +61,6 @@ class Drafter(ABC):
     is_free: ClassVar[bool] = False
     costs_once: ClassVar[bool] = False
     wants_features: ClassVar[bool] = False
-    wants_layers: tuple[int, ...] = ()  # of the target, counted from 0, whose inputs each request needs
     prior: ClassVar[tuple[float, ...]] = (-0.2,)
 
     @abstractmethod

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.drafters.base import DraftRequest
-from edgespec.sampling import NoTokenLeft
 from edgespec.sampling.noise import Stream
+from edgespec.sampling.sampler import NoTokenLeft
 from edgespec.types import NO_PARENT, Distribution, Draft, Evidence, Logits, TokenIds
 
 # Log odds of acceptance by a token's evidence: half as steep as what fits the demo's draft and medium models on

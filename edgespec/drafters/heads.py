@@ -38,12 +38,12 @@ class HeadDrafter(Drafter):
     """
 
     prior = CHAIN_PRIOR
+    wants_features = True
     most_read: ClassVar[int] = sys.maxsize  # entries that a draft reads; with more new ones it begins behind them
 
     def __init__(self, head: DraftHead, max_features: int, *, owns_head: bool = True) -> None:
         self._head, self._max_features, self._owns_head = head, max_features, owns_head
         self._known = np.empty(0, np.int32)  # the text whose entries are cached
-        self.wants_layers = head.facts.layers
 
     def begin(self, prompt_ids: TokenIds) -> None:
         # Entries that the prompt shares with the last text are kept; the others are read with the first draft.
@@ -51,8 +51,7 @@ class HeadDrafter(Drafter):
 
     def draft(self, request: DraftRequest) -> Draft:
         """A chain sampled with the target's settings and, unless the rule needs distributions, the target's noise."""
-        features = request.features if self.wants_features else request.layer_inputs
-        most = self._most(request)
+        features, most = request.features, self._most(request)
         if most < 1 or features is None or not len(features):
             return EMPTY_DRAFT
         self._head.follow(request.token_ids)
@@ -182,7 +181,6 @@ class MtpDrafter(Eagle3Drafter):
     """Drafts with the multi-token prediction layer of the target."""
 
     name = "mtp"
-    wants_features = True
 
 
 class EagleDrafter(Eagle3Drafter):
@@ -192,7 +190,6 @@ class EagleDrafter(Eagle3Drafter):
     """
 
     name = "eagle"
-    wants_features = True
     most_read = 256
 
 
@@ -232,7 +229,6 @@ class MedusaDrafter(HeadDrafter):
     """
 
     name = "medusa"
-    wants_features = True
     # Of logits: a head knows no token of its path, so the target differs from it by more than from a model that does.
     # Fitted to the demo's heads, greedy and at T=0.8: with a model's 0.6 trees were narrower, and first choices with an
     # expected acceptance of .76 were accepted at .54.
@@ -262,7 +258,6 @@ class Gemma4Drafter(HeadDrafter):
     """Drafts token by token for one `sequence` of the target; all sequences share the head."""
 
     name = "mtp"
-    wants_features = True
 
     def __init__(self, head: DraftHead, max_features: int, *, sequence: int = 0, owns_head: bool = True) -> None:
         super().__init__(head, max_features, owns_head=owns_head)

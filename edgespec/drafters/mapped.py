@@ -171,7 +171,7 @@ class MappedSequence(CachedSequence):
         self._ends[0] = 0
         logits = yield from self._inner.feeding(read, on_pass)
         self._ends[self.length + 1 : self.length + 1 + token_ids.size] = self._inner.length - int(ends[-1]) + ends
-        self._held.append(token_ids)
+        self._append(token_ids)
         return self._map.gathered(logits)
 
     def reusable_length(self, wanted_ids: TokenIds) -> int:
@@ -181,7 +181,7 @@ class MappedSequence(CachedSequence):
         return found if ends[found] == reached else 0
 
     def rollback(self, to_length: int) -> None:
-        self._held.length = to_length
+        self._shorten(to_length)
         self._inner.rollback(int(self._ends[to_length]))
 
     def reconcile(self) -> None:

@@ -19,7 +19,7 @@ from edgespec.platform.files import is_folder
 
 if TYPE_CHECKING:
     from edgespec.corpus.index import SuffixIndex
-    from edgespec.corpus.store import LearntTexts
+    from edgespec.corpus.texts import LearntTexts
     from edgespec.drafters.base import Drafter
     from edgespec.vocabulary import Vocabulary
 
@@ -28,15 +28,14 @@ logger = logging.getLogger("edgespec")
 
 def learnt_texts(vocabulary: Vocabulary) -> LearntTexts:
     """What models wrote in `vocabulary` in earlier runs."""
-    from edgespec.corpus.store import LearntTexts, vocabulary_key
+    from edgespec.corpus.texts import LearntTexts, vocabulary_key
 
     return LearntTexts(vocabulary_key(vocabulary), vocabulary.size)
 
 
 def user_corpus(vocabulary: Vocabulary) -> SuffixIndex | None:
     """The user's corpus in `vocabulary`; None when there is none, or when it cannot be used, which is logged."""
-    from edgespec.corpus.store import texts_folder, vocabulary_key
-    from edgespec.corpus.texts import Corpus
+    from edgespec.corpus.texts import Corpus, texts_folder, vocabulary_key
 
     if not is_folder(texts_folder()):
         return None
@@ -60,11 +59,6 @@ class Need:
     flag: str
     role: str | None = None
     must_be_asked: bool = False
-
-    @property
-    def flags(self) -> str:
-        """How a user gives it, on the command line and in Python."""
-        return f"{self.flag} ({self.option}=...)"
 
 
 DRAFT = Need("a draft model", "draft", "-md/--model-draft", "draft")
@@ -153,7 +147,7 @@ def check_makeable(name: DrafterName, opened: Mapping[DrafterName, Drafter], pai
     problem = f"drafter {name!r} needs {need.what}, but {pair!r} was loaded without"
     if need.must_be_asked:
         raise CapabilityError(f"{problem}: load it with --drafter {name}, or use --drafter auto")
-    raise CapabilityError(f"{problem}: give {need.flags}, or use --drafter {FALLBACK}")
+    raise CapabilityError(f"{problem}: give {need.flag}, or use --drafter {FALLBACK}")
 
 
 def made(

@@ -31,16 +31,15 @@ class EngineFacts:
     max_sequences: int
     max_batch: int
     can_rollback: bool  # to any length, at any time
-    can_tree: bool  # whether a batch may hold trees; chains are always allowed
     weight_bytes: int
     kv_bytes_per_token: int
-    # Measured intervals (low, high) of pass widths within which a token's logits are bitwise equal whatever the width.
-    width_classes: tuple[tuple[int, int], ...]
-    pinned_class: tuple[int, int] | None  # the one that reproducible mode uses; None: it is off, or there is none
+    # Pass widths (low, high) within which logits are bitwise equal whatever the width; None: not reproducible.
+    pinned_class: tuple[int, int] | None
     device: str
     threads: int
+    class_key: str = ""  # under which its classes are cached; empty: they follow from how its kernels are made
+    max_branches: int = 0  # most side branches of the trees of a batch; 0: chains only
     row_cost: float = 0.2  # a guess at what a further row adds to a pass over one, until passes tell
-    padding_cost: float = 1.0  # time of a single-token pass that is padded into the class over one that is not
     prompt_block: int = 0  # with a narrow class, most rows of a pass that reads a prompt; 0: these keep to the class
     can_pack: bool = False  # rows of several sequences may share a pass; with a pinned class each keeps its bits
     splits_passes: bool = False  # it runs as several passes where these have different numbers of rows
@@ -60,6 +59,11 @@ class EngineFacts:
         return length if 0 < self.state_window < length else 0
 
     @property
+    def can_tree(self) -> bool:
+        """Whether a batch may hold trees; chains are always allowed."""
+        return self.max_branches > 0
+
+    @property
     def can_speculate(self) -> bool:
         """Whether the rejected end of a draft can be dropped."""
         return self.can_rollback or self.rollback_rows > 0
@@ -75,8 +79,7 @@ class Engine(Closing, ABC):
 
     facts: EngineFacts
     vocabulary: Vocabulary
-    class_key: str = ""  # under which its width classes are cached; empty: they follow from how its kernels are made
-    state_layers: tuple[int, ...] = ()  # ascending; their inputs come with the hidden states
+    state_layers: tuple[int, ...] = ()  # ascending, counted from 0; their inputs come with the hidden states
     states_of: StatesOf = "scored rows"
 
     @abstractmethod
@@ -142,25 +145,10 @@ class Engine(Closing, ABC):
         """Hidden states [rows, width] of the last pass, of one sequence only; a view as `forward`'s, or a copy.
 
         The last ones are the input of the head, after the final norm; the inputs of `state_layers` precede them, in
-        their order, as wide each. Rows that have none (`states_of`) are 0. Raises CapabilityError unless
-        `give_hidden_states` was called before that pass.
+        their order, as wide each, or are all there is, where a head reads no others. Rows that have none (`states_of`)
+        are 0. Raises CapabilityError unless `give_hidden_states` was called before that pass.
         """
         raise CapabilityError(f"the {self.facts.name} engine gives no hidden states of this model")
-
-    def give_layer_inputs(self, layers: tuple[int, ...]) -> None:
-        """From the next pass on, keep the inputs of `layers`, counted from 0, for all rows; no layers: stop doing so.
-
-        Logits keep their bits. Raises CapabilityError where the engine, the model or a layer gives none.
-        """
-        if layers:
-            raise CapabilityError(f"the {self.facts.name} engine gives no layer inputs: use a GGUF target")
-
-    def layer_inputs(self) -> NDArray[np.float32]:
-        """A copy [rows, layers * hidden size] of the last pass, in the layers' order, of all rows in batch order.
-
-        Raises CapabilityError unless `give_layer_inputs` was called before that pass.
-        """
-        raise CapabilityError(f"the {self.facts.name} engine gives no layer inputs: use a GGUF target")
 
     def embed(self, token_ids: TokenIds, pooling: PoolingName) -> NDArray[np.float32]:
         """The embedding [hidden size] of a text of 1 to `facts.context_length` tokens, not normalised.
@@ -174,7 +162,7 @@ class Engine(Closing, ABC):
 
     def drop_class(self) -> None:
         """Leave reproducible mode, because passes of the pinned class gave different bits; padding ends."""
-        self.facts = replace(self.facts, pinned_class=None, prompt_block=0, padding_cost=1.0)
+        self.facts = replace(self.facts, pinned_class=None, prompt_block=0)
 
     def set_threads(self, threads: int) -> bool:
         """Use `threads` threads from the next pass on; whether the engine can. Not to be called during a pass.
@@ -216,7 +204,7 @@ class Engine(Closing, ABC):
     @property
     def most_branches(self) -> int:
         """Most side branches of the trees of a batch; 0 where only chains are allowed."""
-        return self.facts.max_batch if self.facts.can_tree else 0
+        return self.facts.max_branches
 
 
 def usual_steps(most: int) -> tuple[int, ...]:

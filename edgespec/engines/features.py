@@ -1,4 +1,4 @@
-"""The hidden states of a sequence's latest tokens, or the inputs of layers, for drafters that read them.
+"""The hidden states of a sequence's latest tokens, for drafters that read them.
 
 At most WINDOW are kept. They may begin anywhere in the text: earlier passes may have given none, and of a long prompt
 only the end may be computed.
@@ -21,7 +21,7 @@ PROMPT_STATES: dict[StatesOf, int] = {"rows with logits": 1, "scored rows": PROM
 
 
 class KeptFeatures:
-    """Rows that passes give besides logits (hidden states, or inputs of layers), kept for the latest tokens.
+    """Hidden states, kept for the latest tokens.
 
     They are of the tokens from `start` up to `end`, at most WINDOW. `read` returns a copy [rows, size] of those of the
     engine's last pass.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 DEFAULT_CONTEXT = 4096
 MAX_BATCH, MAX_BRANCHES, WIDEST = 512, 16, 63
+MOST_CHECKPOINTS = 2  # of a sequence with a running state
 
 
 @dataclass(frozen=True, slots=True)

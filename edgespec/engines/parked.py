@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from edgespec.engines.cached_text import CachedText
-from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.sequence import CachedSequence, CachedText
 from edgespec.errors import EdgespecError
 from edgespec.platform.memory import return_freed_memory
 from edgespec.types import TokenIds
@@ -80,7 +79,7 @@ class ParkedStates:
         needed = live.length * live.engine.facts.kv_bytes_per_token
         if needed > self._most_bytes:
             return
-        text = live.text
+        text = live.text._replace(token_ids=live.token_ids.copy())
         self._states = [parked for parked in self._states if not text.begins_with(parked.text)]
         self._drop_beyond(self._most_states, self._most_bytes - needed)  # first: while it is saved it takes twice
         try:

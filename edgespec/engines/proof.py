@@ -4,33 +4,29 @@ Libraries choose a matrix kernel by the number of rows, and another kernel adds 
 disappears when logits are rounded, so the new keys and values of every layer are compared as well. Random token ids
 prove nothing: most of a padded vocabulary is untrained, and its rows agree whichever kernel computes them.
 
-`survey` compares every width; `confirm` compares single-token passes over more rows before they join a class;
-`reads_alike` compares a prompt with itself.
+`find_class` compares every width with those before it, over few rows; `confirm` compares the lowest one of a class with
+its widest over more rows; `reads_alike` compares a prompt with itself.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from statistics import median
-from time import perf_counter
 
 import numpy as np
 
 from edgespec.engines.base import Engine
-from edgespec.engines.progress import Work
 from edgespec.errors import CapabilityError, UsageError
 from edgespec.types import Batch, TokenIds
 
 # From 512 cells on llama.cpp's attention has a path of its own for one row; cells are counted in steps of 256.
 PREFIX = 272
 EVERY_WIDTH_TO = 33  # every width of a verifying pass is compared; prompts use these and the widest
-SURVEY_ROWS, CONFIRM_ROWS = 16, 128
+FEW_ROWS, CONFIRM_ROWS = 16, 128
 BEGINNING, EARLY_ROWS = 48, 36  # attention may have other kernels for short texts, in ONNX Runtime up to 64 cells
-EMITTED = 12  # rows of the survey whose tokens the model chose itself
+EMITTED = 12  # of these few rows, those whose tokens the model chose itself
 WidthClass = tuple[int, int]
-WHAT = "checking that passes of every width give the same bits (once per model)"
 # Typical input: prose, code, JSON, several languages. It is tokenised with the model's own vocabulary.
 TEXT = """The committee met on Tuesday, 14 March 1989, to discuss the bridge over the Severn; nobody had expected rain.
 "Why not wait until spring?" asked Dr. Alvarez. She had measured 3.75 m of water at the north pier, up 12% in a week.
@@ -55,7 +51,6 @@ class Bits:
 
     rows: dict[int, bytes] = field(default_factory=dict)
     cache: bytes = b""
-    seconds: float = 0.0  # median of a pass
 
     def agrees(self, other: Bits) -> bool:
         """Whether the caches are equal, and the logits at all positions that both have."""
@@ -64,48 +59,37 @@ class Bits:
         )
 
 
-def classes(found: Mapping[int, Bits]) -> tuple[WidthClass, ...]:
-    """Runs of measured widths that agree with one another, as intervals; `found` by width."""
-    runs: list[list[int]] = []
-    for width in sorted(found):
-        if runs and all(found[other].agrees(found[width]) for other in runs[-1]):
-            runs[-1].append(width)
-        else:
-            runs.append([width])
-    return tuple((run[0], run[-1]) for run in runs)
+def find_class(engine: Engine, widest: int, most_low: int) -> WidthClass | None:
+    """The first class of several widths, of at most `widest` rows, that begins at 1..`most_low`; None without.
 
-
-def without(found: Sequence[WidthClass], width: int) -> tuple[WidthClass, ...]:
-    """The classes, with `width`, the lowest of its class, split off into one of its own."""
-    return tuple(
-        part
-        for low, high in found
-        for part in (((low, low), (low + 1, high)) if low == width < high else ((low, high),))
-    )
-
-
-def survey(engine: Engine, widest: int, most_low: int) -> dict[int, Bits]:
-    """The results of widths 1..`widest`, on sequence 0, which is empty before and after.
-
-    Every width up to EVERY_WIDTH_TO is tested, of the wider ones only a few, and none after the first class that begins
-    above `most_low`, which nobody would use.
+    Sequence 0 is empty before and after. Every width up to EVERY_WIDTH_TO is tested, of the wider ones only a few.
     """
-    widths = (widest, *range(1, min(EVERY_WIDTH_TO, widest - 1) + 1), *_between(widest))
-    work, found = Work(1 + len(widths), WHAT), dict[int, Bits]()
+    some = {*range(1, min(EVERY_WIDTH_TO, widest) + 1), *(width for width in (40, 48, 56) if width < widest), widest}
     try:
         ids = proving_text(engine, widest)
-        work.step()
-        for width in widths:
-            found[width] = passes_of(engine, ids, max(ids.size - max(width, SURVEY_ROWS), 0), width)
-            work.step()
-            narrow = {each: found[each] for each in found if each <= width}
-            if most_low < width < widest and any(low == width for low, _ in classes(narrow)):
-                found.pop(widest)  # it would seem to agree with all that were left out
-                work.step(work.total)
-                break
+        for low in range(1, most_low + 1):
+            high = _highest(engine, ids, sorted(width for width in some if width >= low))
+            if high > low and confirm(engine, low, (low, high)):
+                return low, high
     finally:
         engine.rollback(0)
-    return found
+    return None
+
+
+def _highest(engine: Engine, ids: TokenIds, widths: list[int]) -> int:
+    """Up to which of the ascending `widths` all give the same bits."""
+    engine.rollback(0)
+    _read(engine, ids)
+    # All cells that wider passes will write are of the lowest width before.
+    known = passes_of(engine, ids, max(ids.size - max(widths[-1], FEW_ROWS), 0), widths[0])
+    highest = widths[0]
+    for width in widths[1:]:
+        found = passes_of(engine, ids, max(ids.size - max(width, FEW_ROWS), 0), width)
+        if not known.agrees(found):
+            break
+        known.rows |= found.rows
+        highest = width
+    return highest
 
 
 def reads_alike(engine: Engine, width: int) -> bool:
@@ -150,37 +134,30 @@ def confirm(engine: Engine, width: int, pair: WidthClass) -> bool:
     parts = [(max(ids.size - CONFIRM_ROWS, 0), ids.size)]
     if ids.size >= BEGINNING + EARLY_ROWS:
         parts.append((BEGINNING, BEGINNING + EARLY_ROWS))
-    work = Work(2 * len(parts), WHAT)
     try:
-        return all(_confirm_part(engine, ids[:stop], start, (high, width), work) for start, stop in parts)
+        return all(_confirm_part(engine, ids[:stop], start, (high, width)) for start, stop in parts)
     finally:
         engine.rollback(0)
 
 
-def _confirm_part(engine: Engine, ids: TokenIds, start: int, widths: tuple[int, int], work: Work) -> bool:
+def _confirm_part(engine: Engine, ids: TokenIds, start: int, widths: tuple[int, int]) -> bool:
     """Whether passes of both widths give the tokens from `start` on the same bits."""
     engine.rollback(0)
     _read(engine, ids[:start])
-    found = []
-    for width in widths:
-        found.append(passes_of(engine, ids, start, width))
-        work.step()
-    return found[0].agrees(found[1])
+    one, other = (passes_of(engine, ids, start, width) for width in widths)
+    return one.agrees(other)
 
 
 def passes_of(engine: Engine, ids: TokenIds, start: int, width: int) -> Bits:
     """Score the tokens from `start` on in passes of exactly `width` rows; the last one may repeat rows."""
     found = Bits()
-    taken: list[float] = []
     for end in _ends(start, ids.size, width):
         if engine.length() > end - width:
             engine.rollback(end - width)
-        started_s = perf_counter()
         logits = engine.forward(Batch.chain(ids[end - width : end]))
-        taken.append(perf_counter() - started_s)
         for position, row in enumerate(logits, start=end - width):
             found.rows[position] = hashlib.blake2b(row.tobytes(), digest_size=16).digest()
-    found.cache, found.seconds = _cache_digest(engine), median(taken)
+    found.cache = _cache_digest(engine)
     return found
 
 
@@ -200,13 +177,9 @@ def _cache_digest(engine: Engine) -> bytes:
         return b""
 
 
-def _between(widest: int) -> tuple[int, ...]:
-    return tuple(width for width in (40, 48, 56) if EVERY_WIDTH_TO < width < widest)
-
-
 def proving_text(engine: Engine, widest: int) -> TokenIds:
     """Token ids of real text, followed by EMITTED tokens that the model chose; all are in the cache afterwards."""
-    ids = sample_text(engine, PREFIX + max(widest, SURVEY_ROWS))
+    ids = sample_text(engine, PREFIX + max(widest, FEW_ROWS))
     start = max(ids.size - EMITTED, 1)
     _read(engine, ids[: start - 1])
     for place in range(start, ids.size + 1):

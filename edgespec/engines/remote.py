@@ -57,7 +57,7 @@ class RemoteEngine(BookedEngine):
         flag.write_bytes(bytes(2))
         self._cancel, self._flag, self._cancelled_s = CancelFlag(flag), flag, 0.0
         try:
-            self.facts, self.class_key, self._most_branches = self._start()
+            self.facts = self._start()
             self._stamp = StateStamp.of("llamacpp over RPC", model_files(path), self.facts.kv_bytes_per_token)
             self.vocabulary = VocabularyFile(path)
         except BaseException:
@@ -77,11 +77,11 @@ class RemoteEngine(BookedEngine):
             require_rpc("--rpc")
         return cls(path, use)
 
-    def _start(self) -> tuple[EngineFacts, str, int]:
-        """Load the model in a new child; its facts and class key. Raises as `load`."""
+    def _start(self) -> EngineFacts:
+        """Load the model in a new child; its facts. Raises as `load`."""
         ask_all(self._use.endpoints)
         self._child = Child(__name__)
-        found: tuple[EngineFacts, str, int] = self._ask(_load, self._path, self._use, self._flag)
+        found: EngineFacts = self._ask(_load, self._path, self._use, self._flag)
         if self._gives_states:
             self._ask(_call, "give_hidden_states", True)
         return found
@@ -196,10 +196,6 @@ class RemoteEngine(BookedEngine):
         return False  # the servers' threads are theirs
 
     @property
-    def most_branches(self) -> int:
-        return self._most_branches
-
-    @property
     def _is_cancelled(self) -> bool:
         return self._cancel.is_set
 
@@ -222,7 +218,7 @@ class RemoteEngine(BookedEngine):
 _engine: Engine | None = None
 
 
-def _load(path: Path, use: ModelUse, flag: Path) -> tuple[EngineFacts, str, int]:
+def _load(path: Path, use: ModelUse, flag: Path) -> EngineFacts:
     """Load the model at `path`, on the devices of the servers of `use`. Raises as `LlamaCppEngine.load`."""
     from edgespec.engines.llamacpp.engine import LlamaCppEngine
     from edgespec.engines.llamacpp.library import library, listening
@@ -233,7 +229,7 @@ def _load(path: Path, use: ModelUse, flag: Path) -> tuple[EngineFacts, str, int]
         if use.endpoints:
             add_servers(use.endpoints)
         _engine = LlamaCppEngine.load(path, use, CancelFlag(flag))
-    return _engine.facts, _engine.class_key, _engine.most_branches
+    return _engine.facts
 
 
 def _call(method: str, *arguments: Any) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.engines.base import EngineFacts
+from edgespec.engines.model_use import MOST_CHECKPOINTS
 from edgespec.errors import BatchError, ContextFull
 from edgespec.types import NO_PARENT, Batch, Logits, TokenIds
 
@@ -119,6 +121,35 @@ class SequenceBook:
         """The sequence holds `length` tokens now; drop its last batch."""
         self.forget_last(sequence)
         self.lengths[sequence] = length
+
+
+class Checkpoints:
+    """Copies of the running states of sequences, at the latest lengths that were chosen: a text can return to these."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, dict[int, NDArray[np.uint8]]] = {}  # by sequence, then by length
+
+    def add(self, length: int, sequence: int, read: Callable[[], NDArray[np.uint8]]) -> None:
+        """Keep what `read` gives of a sequence as it was after `length` tokens."""
+        kept = self._kept.setdefault(sequence, {})
+        while len(kept) >= MOST_CHECKPOINTS and length not in kept:
+            del kept[min(kept)]
+        kept[length] = read()
+
+    def at(self, length: int, sequence: int) -> NDArray[np.uint8] | None:
+        return self._kept.get(sequence, {}).get(length)
+
+    def latest(self, length: int, sequence: int) -> int:
+        """The longest length up to `length` that there is one of; 0 without."""
+        return max((each for each in self._kept.get(sequence, {}) if each <= length), default=0)
+
+    def shorten(self, length: int, sequence: int) -> None:
+        """The sequence holds `length` tokens now."""
+        kept = self._kept.get(sequence, {})
+        self._kept[sequence] = {each: state for each, state in kept.items() if each <= length}
+
+    def fork(self, source: int, destination: int) -> None:
+        self._kept[destination] = dict(self._kept.get(source, {}))
 
 
 def check_batch(batch: Batch, facts: EngineFacts, vocabulary_size: int, lengths: list[int]) -> None:

@@ -1,4 +1,12 @@
-"""One sequence of an engine together with the token ids in its cache, which only this class knows."""
+"""One sequence of an engine together with the token ids in its cache, which only this class knows.
+
+A prompt is cut into passes that are mostly as wide as they may be (`borders`). In reproducible mode the width of its
+pass gives a token's keys and values their bits. In a wide class all widths give the same. Where the class ends at three
+rows, as with llama.cpp's Q4_K kernels, a prompt that was read in wide passes has other bits than one that was decoded,
+but the same ones each time if it is cut in the same places. So there its length alone decides (`block_marks`): it is
+read in blocks from its beginning, and its last token by itself. What was decoded is read again as a part of the next
+prompt.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
-from edgespec.engines.cached_text import PROMPT_END, CachedText, GrowingText, block_ends, borders, runs, whole_passes
 from edgespec.engines.features import PROMPT_FEATURES, PROMPT_STATES, Features, KeptFeatures
+from edgespec.engines.proof import EVERY_WIDTH_TO
 from edgespec.errors import EdgespecError
 from edgespec.types import Batch, Draft, Logits, TokenIds
 
+# Tokens at the end of a prompt, among them what opens an answer: the next prompt of a conversation may lack those.
+PROMPT_END = 16
 Event = TypeVar("Event")
 Returned = TypeVar("Returned")
 
@@ -37,8 +47,6 @@ class PassRequest(NamedTuple):
         self.cache.took_part(0)
         if self.hidden is not None:
             self.cache.engine.give_hidden_states(self.hidden)
-        if self.cache.layers:
-            self.cache.engine.give_layer_inputs(self.cache.layers)
         return self.cache.engine.forward(self.batch)
 
 
@@ -81,6 +89,57 @@ def at_once(passes: Passes[Returned]) -> Returned:
     raise AssertionError("what asks for passes only has no events")
 
 
+class CachedText(NamedTuple):
+    """Cached tokens [n], of which the first `whole` were read in whole blocks, those up to `read` in a shorter one.
+
+    `read` is larger than any length where a block is held in part. Without blocks both are 0.
+    """
+
+    token_ids: TokenIds
+    whole: int = 0
+    read: int = 0
+
+    def shared_length(self, wanted_ids: TokenIds, block: int) -> int:
+        """How many tokens, at most n - 1, of a prompt [n] are cached, and were read in the passes that it wants.
+
+        `block`: as `EngineFacts.prompt_block`; 0: in any passes.
+        """
+        limit = min(self.token_ids.size, wanted_ids.size - 1)
+        differs = np.flatnonzero(self.token_ids[:limit] != wanted_ids[:limit])
+        shared = int(differs[0]) if differs.size else limit
+        if not block or (shared >= self.read and (self.whole, self.read) == block_marks(wanted_ids.size, block)):
+            return shared
+        return min(shared, self.whole) // block * block
+
+    def begins_with(self, other: CachedText) -> bool:
+        """Whether it holds all that `other` holds."""
+        return np.array_equal(self.token_ids[: other.token_ids.size], other.token_ids) and self[1:] == other[1:]
+
+
+def block_marks(num_tokens: int, block: int) -> tuple[int, int]:
+    """Up to where a prompt is read in whole blocks, and in a shorter one behind them; the rest is of the class."""
+    whole = (num_tokens - 1) // block * block
+    return whole, whole if num_tokens - 1 - whole < 2 else num_tokens - 1
+
+
+def borders(engine: Engine, num_tokens: int, most_with_states: int) -> list[int]:
+    """Where passes over `num_tokens` tokens begin and end that are as wide as they may be.
+
+    `most_with_states`: most rows of those that give hidden states of the last PROMPT_FEATURES tokens.
+    """
+    step = engine.widest_pass
+    ends = [*range(0, num_tokens, step), num_tokens]
+    last = ends[-1] - ends[-2] if num_tokens else 0
+    if engine.facts.pinned_class and EVERY_WIDTH_TO < last < step:
+        ends.insert(-1, ends[-2] + EVERY_WIDTH_TO)  # the widths between were not all tested
+    late = num_tokens - PROMPT_FEATURES
+    if step > most_with_states and late > 0:
+        ends = [*(end for end in ends if end < late), late, num_tokens]
+    if engine.facts.has_checkpoints and num_tokens > PROMPT_END:
+        ends = sorted({*ends, num_tokens - PROMPT_END})
+    return ends
+
+
 class CachedSequence:
     """The KV cache of one sequence as a list of tokens that grows, is rolled back and is reused.
 
@@ -94,12 +153,12 @@ class CachedSequence:
     def __init__(self, engine: Engine, sequence: int = 0) -> None:
         self.engine = engine
         self.sequence = sequence
-        self._held = GrowingText(engine.facts.context_length)
+        # one more than the cache holds: the pending token comes after the cached ones
+        self._ids = np.zeros(engine.facts.context_length + 1, np.int32)
+        self._length = self._whole = self._read = 0
         self.num_fed = 0
         self._first_row = 0  # its first row in the last pass, which others may precede
         self._states = KeptFeatures(lambda: engine.hidden_states().copy())
-        self._inputs = KeptFeatures(engine.layer_inputs)
-        self.layers: tuple[int, ...] = ()  # whose inputs are kept; another sequence may stop the engine giving them
         if engine.length(sequence):
             self.rollback(0)
 
@@ -109,21 +168,36 @@ class CachedSequence:
 
     @property
     def length(self) -> int:
-        return self._held.length
+        return self._length
 
     @property
     def token_ids(self) -> TokenIds:
         """The cached tokens [length], a view."""
-        return self._held.text.token_ids
+        return self._ids[: self._length]
 
     @property
     def text(self) -> CachedText:
-        """A copy of what is known of the cached tokens."""
-        return CachedText(*(part.copy() for part in self._held.text))
+        """What is known of the cached tokens, a view."""
+        return CachedText(self.token_ids, self._whole, self._read)
 
     def with_pending(self, token_id: int) -> TokenIds:
         """The cached tokens and `token_id` after them [length + 1], a view that the next call may change."""
-        return self._held.with_pending(token_id)
+        self._ids[self._length] = token_id
+        return self._ids[: self._length + 1]
+
+    def _append(self, token_ids: TokenIds) -> None:
+        self._ids[self._length : self._length + token_ids.size] = token_ids
+        self._length += int(token_ids.size)
+
+    def _shorten(self, to_length: int) -> None:
+        if to_length < self._read:
+            is_cut = to_length > self._whole
+            self._whole = min(self._whole, to_length)
+            if block := self.engine.facts.prompt_block:
+                is_cut |= self._whole % block > 0
+                self._whole -= self._whole % block
+            self._read = sys.maxsize if is_cut else self._whole
+        self._length = to_length
 
     def keep_features(self, wanted: bool) -> None:
         """Keep the hidden states of the latest tokens from the next pass on, or stop doing so.
@@ -141,29 +215,11 @@ class CachedSequence:
 
     @property
     def features(self) -> Features | None:
-        """Hidden states [n, hidden size] of the last n cached tokens, a view; None unless they are kept.
+        """Hidden states [n, feature size] of the last n cached tokens, a view; None unless they are kept.
 
         n is from 1 after a pass to WINDOW.
         """
         return self._states.latest(self.length)
-
-    def keep_layer_inputs(self, layers: tuple[int, ...]) -> None:
-        """Keep the inputs of `layers` for the latest tokens from the next pass on; no layers: stop doing so.
-
-        Raises CapabilityError when the engine gives none.
-        """
-        if layers != self.layers:
-            self.engine.give_layer_inputs(layers)
-            self.layers = layers
-            self._inputs.switch(bool(layers))
-
-    @property
-    def layer_inputs(self) -> Features | None:
-        """Inputs [n, layers * hidden size] of the last n cached tokens, a view; None unless they are kept.
-
-        n is from 1 after a pass to WINDOW.
-        """
-        return self._inputs.latest(self.length)
 
     @property
     def room(self) -> int:
@@ -196,12 +252,7 @@ class CachedSequence:
 
     def reusable_length(self, wanted_ids: TokenIds) -> int:
         """How many tokens `reuse` would keep."""
-        shared = self.shared_length(wanted_ids)
-        kept = self.engine.reachable(shared, self.sequence)
-        while kept < shared and self.engine.facts.prompt_block:  # perhaps within a block
-            shared = whole_passes(self._held.text.ends, kept)
-            kept = self.engine.reachable(shared, self.sequence)
-        return kept
+        return self.engine.reachable(self.shared_length(wanted_ids), self.sequence)
 
     def mark(self) -> None:
         """Make the present length one that can be rolled back to, where the engine needs to be told."""
@@ -209,7 +260,7 @@ class CachedSequence:
 
     def shared_length(self, wanted_ids: TokenIds) -> int:
         """Length of the common prefix of the cache and `wanted_ids` [n], at most n - 1."""
-        return self._held.text.shared_length(wanted_ids, self.engine.facts.prompt_block)
+        return self.text.shared_length(wanted_ids, self.engine.facts.prompt_block)
 
     def adopt(self, state: bytes | memoryview, text: CachedText) -> None:
         """Load `state`, which the engine saved after `text`; the sequence is empty when that fails.
@@ -217,32 +268,36 @@ class CachedSequence:
         Raises StateError, EngineError.
         """
         try:
-            self._held.length = 0
-            self._forget_rows(0)
+            self._shorten(0)
+            self._states.truncate(0)
             self.engine.load_state(state, self.sequence)
-            self._held.append(*text)
+            self._take(text)
         except BaseException:
-            self._held.length = 0
+            self._shorten(0)
             self.engine.rollback(0, self.sequence)
             raise
+
+    def _take(self, text: CachedText) -> None:
+        self._append(text.token_ids)
+        self._whole, self._read = text.whole, text.read
 
     def adopt_prefix(self, other: CachedSequence, length: int) -> None:
         """Hold the first `length` tokens of another sequence of the engine. Raises as `Engine.fork`."""
         other.reconcile()
         try:
-            self._held.length = 0
-            self._forget_rows(0)
+            self._shorten(0)
+            self._states.truncate(0)
             self.engine.fork(other.sequence, self.sequence)
-            self._held.append(*other._held.text)
+            self._take(other.text)
             self.rollback(length)
         except BaseException:
-            self._held.length = 0
+            self._shorten(0)
             self.engine.rollback(0, self.sequence)
             raise
 
-    def took_part(self, first_row: int, states: Features | None = None, layer_inputs: Features | None = None) -> None:
-        """Its rows are those from `first_row` on of the last pass; where others share it, what it gave of these."""
-        self._first_row, self._states.given, self._inputs.given = first_row, states, layer_inputs
+    def took_part(self, first_row: int, states: Features | None = None) -> None:
+        """Its rows are those from `first_row` on of the last pass; where others share it, with these `states`."""
+        self._first_row, self._states.given = first_row, states
 
     def feed(self, token_ids: TokenIds) -> Logits:
         """Append tokens [n] in as few passes as possible; the logits row [vocabulary] after the last one."""
@@ -255,9 +310,9 @@ class CachedSequence:
         came as one prompt, in parts, or were decoded.
         """
         self.reconcile()
-        self.num_fed = 0
-        for start, end, ends in self._cuts(token_ids):
-            is_whole = ends is not None or self.engine.facts.pinned_class is not None
+        self.num_fed, block = 0, self.engine.facts.prompt_block
+        for start, end, is_block in self._cuts(token_ids.size):
+            is_whole = is_block or self.engine.facts.pinned_class is not None
             while start < end:
                 part = token_ids[start : end if is_whole else min(end, start + self.most_rows)]
                 start += part.size
@@ -269,8 +324,9 @@ class CachedSequence:
                 logits = yield PassRequest(self, batch, hidden)
                 if wanted:
                     self._states.append(self.length, known)
-                self._inputs.append(self.length)
-                self._held.append(part, ends)
+                self._append(part)
+                if is_block:
+                    self._whole, self._read = self._whole + part.size // block * block, self._length
                 self.num_fed += 1
                 if on_pass is not None:
                     on_pass()
@@ -279,17 +335,17 @@ class CachedSequence:
         last: Logits = logits[-1]
         return last
 
-    def _cuts(self, token_ids: TokenIds) -> Iterator[tuple[int, int, TokenIds | None]]:
-        """Where the passes of `feed` begin and end, and `CachedText.ends` of each; None: of the width class."""
-        block = self.engine.facts.prompt_block
-        if not block or token_ids.size == 1:
-            most = self._most_with_states if self.keeps_features else sys.maxsize
-            for start, end in itertools.pairwise(borders(self.engine, token_ids.size, most)):
-                yield start, end, None
-            return
-        ends = block_ends(self.length + token_ids.size, block)[self.length :]
-        for start, end in runs(ends - self.length, self.engine.widest_pass):
-            yield start, end, ends[start:end]
+    def _cuts(self, num_tokens: int) -> Iterator[tuple[int, int, bool]]:
+        """Where the passes of `feed` begin and end, and whether each is a block; others are of the width class."""
+        block, start = self.engine.facts.prompt_block, 0
+        if block and self._length == self._whole == self._read:  # else what is cached ends with other tokens
+            whole, read = (mark - self._length for mark in block_marks(self._length + num_tokens, block))
+            for start, end in itertools.pairwise([*range(0, whole, block), whole, *({read} - {whole})]):
+                yield start, end, True
+            start = read
+        most = self._most_with_states if self.keeps_features else sys.maxsize
+        for begin, end in itertools.pairwise(borders(self.engine, num_tokens - start, most)):
+            yield start + begin, start + end, False
 
     @property
     def _most_with_states(self) -> int:
@@ -309,7 +365,6 @@ class CachedSequence:
             batch = Batch.chain([pending_token_id], sequence=self.sequence)
         logits = yield PassRequest(self, batch, True if self.keeps_features else None)
         self._states.score()
-        self._inputs.score()
         return logits
 
     def looking(self, token_ids: TokenIds, parents: TokenIds, outputs: NDArray[np.bool_]) -> Passes[Logits]:
@@ -324,7 +379,7 @@ class CachedSequence:
 
     def latest_in_class(self, most: int) -> int:
         """How many of the last tokens, at most `most`, were read in passes of the width class."""
-        return self._held.latest_in_class(most)
+        return min(most, max(self._length - self._read, 0))
 
     def score_again(self, num_tokens: int) -> Logits:
         """Logits [num_tokens, vocabulary] of the last cached tokens, from another pass over them; they stay cached.
@@ -344,26 +399,21 @@ class CachedSequence:
         """Commit the pending token and the accepted path of the draft just scored, drop the rest."""
         rows = [0, *(node + 1 for node in accepted_nodes)]
         self._states.keep(self.length, rows)
-        self._inputs.keep(self.length, rows)
         if not draft.num_tokens:
-            self._held.append(np.array([pending_token_id], np.int32))
+            self._append(np.array([pending_token_id], np.int32))
             return
         if draft.is_chain:
             if len(accepted_nodes) < draft.num_tokens:
                 self.engine.rollback(self.length + len(rows), self.sequence)
         else:
             self.engine.keep_path(tuple(self._first_row + row for row in rows), self.sequence)
-        self._held.append(np.array([pending_token_id, *draft.token_ids[list(accepted_nodes)]], np.int32))
+        self._append(np.array([pending_token_id, *draft.token_ids[list(accepted_nodes)]], np.int32))
 
     def rollback(self, to_length: int) -> None:
         # The length first: after an interrupt the engine then holds too many tokens, which `reconcile` removes.
-        self._held.length = to_length
-        self._forget_rows(to_length)
-        self.engine.rollback(to_length, self.sequence)
-
-    def _forget_rows(self, to_length: int) -> None:
+        self._shorten(to_length)
         self._states.truncate(to_length)
-        self._inputs.truncate(to_length)
+        self.engine.rollback(to_length, self.sequence)
 
     def reconcile(self) -> None:
         """Drop what the engine holds beyond the known tokens: an interrupt may have come between the two.

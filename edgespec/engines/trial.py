@@ -24,9 +24,8 @@ from edgespec.platform import disk_cache
 from edgespec.platform.disk_cache import file_key, key_of
 from edgespec.platform.machine import has_address_limit
 
-PROBE_VERSION = 3  # increase it when the trial finds more faults, so that files are tried again
-START_S = 60.0
-READ_BYTES_PER_S = 50e6  # a slow disk
+PROBE_VERSION = 4  # increase it when the trial finds more faults, so that files are tried again
+ALLOWED_S = 300.0  # for each model
 
 
 def check_model_files(is_trusted: Mapping[Path, bool]) -> None:
@@ -49,7 +48,7 @@ class Trial(Closing):
         for path in is_trusted:
             _check_header(path)
         keys = {path: _trial_key(path) for path, trusted in is_trusted.items() if not trusted}
-        self._keys = {path: key for path, key in keys.items() if not disk_cache.is_marked("probed", key)}
+        self._keys = {path: key for path, key in keys.items() if not disk_cache.get("probed", key, bool)}
         self._child = new_child(list(self._keys)) if self._keys else None
 
     def require_sound(self) -> None:
@@ -57,11 +56,11 @@ class Trial(Closing):
         if self._child is None:
             return
         for path in self._keys:
-            if (fault := fault_in(self._child, path, _allowed_s(path))) is not None:
+            if (fault := fault_in(self._child, path)) is not None:
                 raise ModelFileError(fault)
         self.close()
-        for path, key in self._keys.items():
-            disk_cache.mark("probed", key, path)
+        for key in self._keys.values():
+            disk_cache.put("probed", key, True)
 
     def close(self) -> None:
         """End the child, whatever it is doing. Closing twice is allowed."""
@@ -78,7 +77,7 @@ def new_child(paths: Sequence[Path]) -> Child:
     return child
 
 
-def fault_in(child: Child, path: Path, allowed_s: float) -> str | None:
+def fault_in(child: Child, path: Path, allowed_s: float = ALLOWED_S) -> str | None:
     """Wait until `child` has tried the next of its paths: what is wrong with it, or None."""
     try:
         fault: str | None = child.answer(limit_s=allowed_s)
@@ -125,11 +124,6 @@ def _files(path: Path) -> Sequence[Path]:
     if not path.is_file():
         raise ModelNotFound(f"no file {str(path)!r}: give the model.onnx of an export")
     return all_files(path)
-
-
-def _allowed_s(path: Path) -> float:
-    """Time to read all files of a model from a slow disk."""
-    return START_S + sum(file.stat().st_size for file in _files(path)) / READ_BYTES_PER_S
 
 
 # -- in the child

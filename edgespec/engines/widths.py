@@ -9,46 +9,33 @@ scores the last tokens again at another width, and drops a class whose passes tu
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from time import perf_counter
 
 import numpy as np
 
 from edgespec.engines import proof
 from edgespec.engines.base import Engine, EngineFacts
-from edgespec.engines.proof import EVERY_WIDTH_TO, WidthClass, without
+from edgespec.engines.proof import EVERY_WIDTH_TO, WidthClass
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError
 from edgespec.platform import disk_cache
-from edgespec.platform.disk_cache import Seconds, key_of
+from edgespec.platform.disk_cache import key_of
 from edgespec.types import Logits
 
 logger = logging.getLogger("edgespec")
-METHOD = 5  # increase it when the test changes, so that older results are not used
+METHOD = 6  # increase it when the test changes, so that older results are not used
 MAX_PADDED_WIDTH = 4
 WIDE_ENOUGH_FOR_PROMPTS = 32
-SHARE = 0.004  # most of the time of all passes that ClassWatch may take
+SHARE = 0.004  # rows that ClassWatch scores again, for each pass
 BLOCK = 128  # rows of a pass that reads a prompt beside a narrow class; on CPUs as fast as one of 512
 
 
 @dataclass(frozen=True, slots=True)
 class Proved:
-    """The classes of a model, the seconds of a pass by width, and whether a class was later found to be wrong."""
+    """The class of a model, and whether it was later found to be wrong."""
 
-    classes: tuple[WidthClass, ...]
-    seconds: dict[int, Seconds]
+    pinned: WidthClass | None
     refuted: bool = False
-
-    @property
-    def pinned(self) -> WidthClass | None:
-        return None if self.refuted else choose_class(self.classes)
-
-    @property
-    def padding_cost(self) -> float:
-        """Time of a single-token pass that is padded into the class, over one that is not."""
-        pinned = self.pinned
-        return self.seconds[pinned[0]] / self.seconds[1] if pinned and pinned[0] in self.seconds else 1.0
 
 
 def pinned_facts(engine: Engine, key: str, *, widest: int, advice: str) -> EngineFacts:
@@ -57,8 +44,7 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, advice: str) -> Engin
     `key` names everything that the bits depend on; results are cached under it. Raises CapabilityError, with `advice`,
     where there is no class.
     """
-    engine.class_key = key
-    found = _proved(engine, key, widest) if engine.facts.can_rollback else Proved((), {})
+    found = _proved(engine, key, widest) if engine.facts.can_rollback else Proved(None)
     pinned = found.pinned
     if pinned is None:
         raise CapabilityError(_why_none(found, advice))
@@ -70,12 +56,11 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, advice: str) -> Engin
     block = min(BLOCK, max_batch) if is_narrow and _reads_alike(engine, key) else 0
     return replace(
         engine.facts,
-        width_classes=found.classes,
         pinned_class=pinned,
+        class_key=key,
         max_batch=max_batch,
         can_pack=False,
         splits_passes=False,
-        padding_cost=found.padding_cost,
         prompt_block=block,
     )
 
@@ -93,22 +78,17 @@ def _reads_alike(engine: Engine, key: str) -> bool:
 
 def refute(engine: Engine) -> None:
     """Drop the class of an engine, now and in later runs, because a pass gave other bits than its class requires."""
-    facts = engine.facts
-    found = Proved(facts.width_classes, {}, refuted=True)
-    disk_cache.put("widths", engine.class_key, found)
+    disk_cache.put("widths", engine.facts.class_key, Proved(None, refuted=True))
     engine.drop_class()
 
 
 def _proved(engine: Engine, key: str, widest: int) -> Proved:
     """From the cache, or tested now."""
     kept: Proved | None = disk_cache.get("widths", key, Proved)
-    if kept is not None and all(1 <= low <= high <= widest for low, high in kept.classes):
+    if kept is not None and (kept.pinned is None or 1 <= kept.pinned[0] < kept.pinned[1] <= widest):
         return kept
     logger.info("testing which pass widths give equal bits with this model, once")
-    surveyed = proof.survey(engine, widest, MAX_PADDED_WIDTH)
-    found = Proved(proof.classes(surveyed), {width: bits.seconds for width, bits in surveyed.items()})
-    while (pinned := found.pinned) is not None and not proof.confirm(engine, pinned[0], pinned):
-        found = replace(found, classes=without(found.classes, pinned[0]))
+    found = Proved(proof.find_class(engine, widest, MAX_PADDED_WIDTH))
     disk_cache.put("widths", key, found)
     return found
 
@@ -120,14 +100,8 @@ def _why_none(found: Proved, advice: str) -> str:
             f"different bits. {advice}"
         )
     return (
-        "this model cannot be reproducible on this machine: narrow passes give different bits at every width "
-        f"(classes {list(found.classes)}). {advice}"
+        f"this model cannot be reproducible on this machine: narrow passes give different bits at every width. {advice}"
     )
-
-
-def choose_class(found: Sequence[WidthClass]) -> WidthClass | None:
-    """The first class of several widths, or None; not one into which single tokens would be padded with many rows."""
-    return next((pair for pair in found if pair[0] < pair[1] and pair[0] <= MAX_PADDED_WIDTH), None)
 
 
 # -- while it is in use
@@ -139,19 +113,14 @@ class ClassWatch:
     def __init__(self) -> None:
         self.rows_compared = 0
         self.has_failed = False
-        self._credit_s = 0.0
-        self._cost_s = 0.0  # time of the last check, or an estimate
+        self._passes, self._width = 0, 2  # since the last check, and rows of that
         self._turn = 0
 
-    def spent(self, seconds: float) -> None:
-        """A pass took `seconds`: a share of that may be spent on checks."""
-        self._credit_s += SHARE * seconds
-        self._cost_s = self._cost_s or 2.0 * seconds
-
     def is_due(self, sequence: CachedSequence) -> bool:
-        """Whether there is a class to check, and time for it."""
-        pinned = sequence.engine.facts.pinned_class if sequence.engine.class_key else None
-        return pinned is not None and pinned[0] < pinned[1] and 0.0 < self._cost_s <= self._credit_s
+        """Whether to check the pass that just ended: there is a class to check, and the last check is long ago."""
+        self._passes += 1
+        pinned = sequence.engine.facts.pinned_class if sequence.engine.facts.class_key else None
+        return pinned is not None and pinned[0] < pinned[1] and self._width <= SHARE * self._passes
 
     def look(self, sequence: CachedSequence, logits: Logits) -> None:
         """Score the last n cached tokens again in a pass of another width; compare with their `logits` [n, vocabulary].
@@ -159,7 +128,6 @@ class ClassWatch:
         The cache is as before afterwards; logits given out earlier are overwritten. A difference drops the class.
         Raises what a pass raises; the sequence is then shorter by the tokens that were to be scored again.
         """
-        started_s = perf_counter()
         count = min(len(logits), sequence.length)
         width = self._other_width(sequence, count)
         if width is None:
@@ -172,8 +140,7 @@ class ClassWatch:
         if not np.array_equal(again[width - len(expected) :], expected, equal_nan=True):
             self._fail(sequence, count, width)
         self.rows_compared += len(expected)
-        self._cost_s = perf_counter() - started_s
-        self._credit_s -= self._cost_s
+        self._passes, self._width = 0, width
 
     def _other_width(self, sequence: CachedSequence, used: int) -> int | None:
         """A width of the class other than the one in use; all of them are used in turn.

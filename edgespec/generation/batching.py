@@ -325,21 +325,17 @@ class ContinuousBatch:
             engine.give_hidden_states(gives_states)
         if len(requests) == 1:
             return [requests[0].run()]
-        layers = next(filter(None, (request.cache.layers for request in requests)), ())
-        if layers:
-            engine.give_layer_inputs(layers)
         batches = [request.batch for request in requests]
         logits = engine.forward(packed(batches))
-        if engine.class_key:  # bits may be checked again
+        if engine.facts.class_key:  # bits may be checked again
             logits = logits.copy()
         states = engine.hidden_states() if gives_states else None
-        inputs = engine.layer_inputs() if layers else None
         found: list[Logits] = []
         row = output = 0
         for request, batch in zip(requests, batches, strict=True):
             own = slice(row, row + batch.width)
             own_states = states[own].copy() if states is not None and request.hidden else None
-            request.cache.took_part(row, own_states, None if inputs is None else inputs[own])
+            request.cache.took_part(row, own_states)
             row, begin = own.stop, output
             output += int(np.count_nonzero(batch.outputs))
             found.append(logits[begin:output])

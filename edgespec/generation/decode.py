@@ -23,8 +23,8 @@ from edgespec.engines.sequence import PassRequest, answered
 from edgespec.errors import Cancelled, EdgespecError, EngineError
 from edgespec.generation.run_state import PassShare, Run
 from edgespec.reports import RoundRecord, TokenEvent
-from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import COMPARING, ROOT, Rule, TargetAt
+from edgespec.sampling.sampler import Sampler
 from edgespec.types import EMPTY_DRAFT, Distribution, Draft, Logits, TokenIds, Verdict
 
 Returned = TypeVar("Returned")
@@ -74,7 +74,7 @@ def _plain_rounds(run: Run, pending_id: int) -> Steps[None]:
         run.count(RoundRecord(position, None, 0, 0, (), 0.0, pass_s, is_disturbed=is_disturbed))
         pending_id = run.sampler.pick(run.sampler.distribution(logits[0], run.target.token_ids), position)
         yield from run.emit(pending_id, position, logits[0])
-        run.look_again(logits, pass_s)
+        run.look_again(logits)
 
 
 def _speculative_rounds(run: Run, controller: Controller, rule: Rule, pending_id: int) -> Steps[None]:
@@ -102,7 +102,7 @@ def _speculative_rounds(run: Run, controller: Controller, rule: Rule, pending_id
             row, position = node + 1, position + 1
         pending_id = verdict.next_token_id
         yield from run.emit(pending_id, position, logits[row])
-        run.look_again(logits, verify_s, verdict.accepted_nodes)
+        run.look_again(logits, verdict.accepted_nodes)
 
 
 def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule) -> Steps[tuple[Proposal, float]]:
@@ -121,7 +121,6 @@ def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule
         needs_distributions=rule in COMPARING,
         max_branches=0 if rule in COMPARING else target.engine.most_branches,
         features=target.features,
-        layer_inputs=target.layer_inputs,
         predicted_ids=run.predicted_ids,
     )
     try:

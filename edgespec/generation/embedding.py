@@ -29,7 +29,7 @@ class TextEmbedder:
         if facts.name != "llamacpp":
             raise CapabilityError(
                 f"the {facts.name} engine gives no embeddings: load an embedding model, whose file names a "
-                f"{facts.architecture}.pooling_type, or a GGUF with --pooling mean or last (pooling= in Python)"
+                f"{facts.architecture}.pooling_type, or a GGUF with --pooling mean or last"
             )
         if self._options.rpc:
             raise CapabilityError("a model on RPC servers gives no embeddings: load it without --rpc")
@@ -40,7 +40,7 @@ class TextEmbedder:
             raise CapabilityError(f"this model's file asks for pooling {facts.pooling}, which gives no embeddings")
         raise CapabilityError(
             f"this model generates text: its file names no {facts.architecture}.pooling_type. Load an embedding model, "
-            "or give --pooling mean or last (pooling= in Python)"
+            "or give --pooling mean or last"
         )
 
     def encode(self, texts: Sequence[Text], *, truncate: bool) -> list[TokenIds]:

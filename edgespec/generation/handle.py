@@ -14,7 +14,7 @@ from edgespec.closing import Closing
 from edgespec.config.values import LOSSY, DrafterName, RuleName
 from edgespec.errors import StateError
 from edgespec.generation.request import Request
-from edgespec.generation.turn import Caller, Claim
+from edgespec.generation.turn import Claim
 from edgespec.reports import FinishReason, Stats, TokenEvent
 
 if TYPE_CHECKING:
@@ -67,25 +67,17 @@ class Generation(Closing):
     it; calls from several threads run one after another.
     """
 
-    def __init__(self, executor: Executor, request: Request, is_reproducible: Callable[[RuleName], bool]) -> None:
+    def __init__(self, executor: Executor, request: Request) -> None:
         self.stats = Stats(prompt_tokens=int(request.prompt_ids.size), notes=list(request.notes))
-        self._executor, self._request, self._is_reproducible = executor, request, is_reproducible
-        self._claim = Claim()
+        self.request = request  # checked
+        self.claim = Claim()  # its place in the queue, by which it is cancelled
+        self.is_over = False  # whether there are no more events
+        self.failure: Exception | None = None  # that ended it
+        self._executor = executor
         self._has_begun = False
         self._emitted: list[TokenEvent] = []
-        self._failure: Exception | None = None
-        self._is_over = False
-
-    @property
-    def _max_wait_s(self) -> float | None:
-        return self._request.options.max_wait_s
 
     # -- state
-
-    @property
-    def request(self) -> Request:
-        """The checked request, for a batch that runs it."""
-        return self._request
 
     @property
     def text(self) -> str:
@@ -95,17 +87,7 @@ class Generation(Closing):
     @property
     def seed(self) -> int:
         """The seed in use; chosen at random if the request gave none."""
-        return self._request.sampler.seed
-
-    @property
-    def is_over(self) -> bool:
-        """Whether there are no more events."""
-        return self._is_over
-
-    @property
-    def failure(self) -> Exception | None:
-        """The exception that ended it; None if it did not fail."""
-        return self._failure
+        return self.request.sampler.seed
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -114,10 +96,10 @@ class Generation(Closing):
 
     def __repr__(self) -> str:
         state = "running" if self._has_begun else "not started"
-        if self._is_over:
-            state = f"failed: {self._failure}" if self._failure else f"finished: {self.finish_reason}"
+        if self.is_over:
+            state = f"failed: {self.failure}" if self.failure else f"finished: {self.finish_reason}"
         tokens = f"{self.stats.new_tokens} tokens after a prompt of {self.stats.prompt_tokens}"
-        return f"<Generation: {tokens}, drafter {self._request.drafter}, seed {self.seed}, {state}>"
+        return f"<Generation: {tokens}, drafter {self.request.drafter}, seed {self.seed}, {state}>"
 
     # -- reading
 
@@ -128,21 +110,21 @@ class Generation(Closing):
         """The next event. Raises Busy if waiting for the model is not possible, StateError if the model was closed,
         EngineError if decoding fails.
         """
-        event = self._step(Caller.now(), self._max_wait_s)
+        event = self._step(self.request.options.max_wait_s)
         if event is None:
             raise StopIteration
         return event
 
     def result(self) -> Result:
         """Generate to the end; includes the events that were read before. Raises the errors of iterating."""
-        return self._whole(Caller.now())
+        return self._whole()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> TokenEvent:
         """`__next__` in a worker thread. Cancelling the asyncio task ends the generation."""
-        event = await self._in_worker(lambda caller: self._step(caller, self._max_wait_s))
+        event = await self._in_worker(lambda: self._step(self.request.options.max_wait_s))
         if event is None:
             raise StopAsyncIteration
         return event
@@ -151,24 +133,24 @@ class Generation(Closing):
         """`result` in a worker thread. Cancelling the asyncio task ends the generation."""
         return await self._in_worker(self._whole)
 
-    async def _in_worker(self, function: Callable[[Caller], Returned]) -> Returned:
+    async def _in_worker(self, function: Callable[[], Returned]) -> Returned:
         """Run `function` in a worker thread, which waits for the turn."""
         import asyncio  # takes 30 ms, and only async callers need it
 
         self._executor.turn.require_open()
         try:
-            step = asyncio.get_running_loop().run_in_executor(_workers(), function, Caller.now())
+            step = asyncio.get_running_loop().run_in_executor(_workers(), function)
             step.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may end after a cancellation
             return await asyncio.shield(step)
         except asyncio.CancelledError:
             self.cancel()
             raise
 
-    def _whole(self, caller: Caller) -> Result:
-        self._step(caller, self._max_wait_s, to_end=True)
-        if self._failure is not None:
-            raise self._failure
-        request, events = self._request, self._emitted
+    def _whole(self) -> Result:
+        self._step(self.request.options.max_wait_s, to_end=True)
+        if self.failure is not None:
+            raise self.failure
+        request, events = self.request, self._emitted
         tops = tuple(event.top_logprobs for event in events) if request.options.top_logprobs else ()
         return Result(
             text=self.text,
@@ -179,47 +161,47 @@ class Generation(Closing):
             seed=self.seed,
             drafter=request.drafter,
             verify=request.rule,
-            reproducible=self._is_reproducible(request.rule),
+            reproducible=request.rule == "coupled" and self._executor.target.facts.pinned_class is not None,
             lossless=request.rule not in LOSSY,
             stats=self.stats,
             top_logprobs=tops,
         )
 
-    def _step(self, caller: Caller, max_wait_s: float | None, *, to_end: bool = False) -> TokenEvent | None:
+    def _step(self, max_wait_s: float | None, *, to_end: bool = False) -> TokenEvent | None:
         """The next event, or None at the end, to which `to_end` goes on. The first call waits for the turn."""
-        if self._is_over:
+        if self.is_over:
             return None
         turn, batch = self._executor.turn, self._executor.batch
-        with turn.inside(self._claim, caller, max_wait_s):
+        with turn.inside(self.claim, max_wait_s):
             try:
                 event = self._next()
                 while to_end and event is not None:
                     event = self._next()
                 return event
             except BaseException as exc:
-                if turn.is_of(self._claim):
+                if turn.is_of(self.claim):
                     batch.end_all()
-                if not self._is_over:
+                if not self.is_over:
                     self.ended(exc if isinstance(exc, Exception) else None)
                 raise
             finally:
-                if self._is_over:
-                    turn.leave(self._claim, for_good=True)
+                if self.is_over:
+                    turn.leave(self.claim, for_good=True)
 
     def _next(self) -> TokenEvent | None:
-        if self._is_over:  # by another reader
+        if self.is_over:  # by another reader
             return None
         batch = self._executor.batch
-        if not self._has_begun and not self.is_cancelled:
+        if not self._has_begun and not self.claim.is_withdrawn:
             batch.begin_alone(self)
             self._has_begun = True
-        event = batch.next_event(self._claim) if self._has_begun else None
+        event = batch.next_event(self.claim) if self._has_begun else None
         if event is not None:
             self._emitted.append(event)
-        elif not self._is_over:  # cancelled before it began
+        elif not self.is_over:  # cancelled before it began
             self.ended(None)
-        elif self._failure is not None:
-            raise self._failure
+        elif self.failure is not None:
+            raise self.failure
         return event
 
     # -- run by a batch
@@ -230,25 +212,15 @@ class Generation(Closing):
 
     def ended(self, failure: Exception | None) -> None:
         """The batch ended it, with `failure` if it failed."""
-        turn, claim = self._executor.turn, self._claim
+        turn, claim = self._executor.turn, self.claim
         if claim.inside is None and turn.is_shut:
             return  # the model was closed, which the next call says
-        self._failure = failure
+        self.failure = failure
         if failure is None:
             self.stats.finish_reason = self.stats.finish_reason or "cancelled"
-        self._is_over = True
+        self.is_over = True
         if claim.inside is None:  # a reader in another thread may wait for its turn behind the batch
             turn.leave(claim, for_good=True)
-
-    @property
-    def claim(self) -> Claim:
-        """Its place in the queue, by which it is cancelled."""
-        return self._claim
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether `cancel` was called."""
-        return self._claim.is_withdrawn
 
     # -- ending
 
@@ -257,17 +229,17 @@ class Generation(Closing):
 
         May be called from any thread or a signal handler.
         """
-        self._executor.cancel(self._claim)
+        self._executor.cancel(self.claim)
 
     def close(self) -> None:
         """End this generation and release the model; waits for a step in another thread. Closing twice is allowed."""
-        if self._is_over:
+        if self.is_over:
             return
         self.cancel()
-        if self._claim.inside is threading.current_thread():
+        if self.claim.inside is threading.current_thread():
             return  # called inside its own step, which will end it
         with suppress(StateError):  # the model was closed, which ended it
-            self._step(Caller.now(), None)
+            self._step(None)
 
     async def aclose(self) -> None:
         """`close` without blocking the event loop."""
@@ -285,5 +257,5 @@ class Generation(Closing):
 
     def __del__(self) -> None:
         # Release the turn; the next generation ends this one.
-        if not getattr(self, "_is_over", True):
-            self._executor.turn.leave(self._claim, for_good=True)
+        if not getattr(self, "is_over", True):
+            self._executor.turn.leave(self.claim, for_good=True)

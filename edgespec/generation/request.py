@@ -15,7 +15,7 @@ from edgespec.config.values import DrafterName, RuleName
 from edgespec.engines.base import EngineFacts
 from edgespec.errors import CapabilityError, ConfigError, EdgespecError, PromptError, shown
 from edgespec.reports import RoundRecord
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from edgespec.types import TokenIds
 
 Given = TypeVar("Given")

@@ -16,7 +16,7 @@ from edgespec.engines.sequence import CachedSequence, Passes
 from edgespec.engines.widths import ClassWatch
 from edgespec.errors import Cancelled, PromptError, PromptTooLong
 from edgespec.reports import PromptProgress, RoundRecord, Stats, TokenEvent
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules, TextStream
 from edgespec.types import Logits, TokenIds
 
@@ -138,12 +138,10 @@ class Run:
         if self.relieve is not None and (said := self.relieve()):
             self.stats.notes.append(said)
 
-    def look_again(self, logits: Logits, pass_s: float, accepted_nodes: tuple[int, ...] = ()) -> None:
+    def look_again(self, logits: Logits, accepted_nodes: tuple[int, ...] = ()) -> None:
         """Occasionally score a round's tokens again, to check that its `logits` [rows, vocabulary] are reproducible."""
-        if self.watch is not None:
-            self.watch.spent(pass_s)
-            if self.watch.is_due(self.target):
-                self.watch.look(self.target, logits[[0, *(node + 1 for node in accepted_nodes)]])
+        if self.watch is not None and self.watch.is_due(self.target):
+            self.watch.look(self.target, logits[[0, *(node + 1 for node in accepted_nodes)]])
 
     def _tick(self) -> None:
         self.stats.wall_s = perf_counter() - self._started_s - self._paused_s

@@ -1,7 +1,7 @@
 """A sequence on disk: its token ids and the engine's state after them, so that a later run need not read them again.
 
-A file of numpy arrays: FORM, `tokens` [2, n] (ids, and where the pass of each ended), `widths` and the engine's state,
-which carries a stamp of the weights, library and cache types and a digest of its own. A restored sequence is used like
+A file of numpy arrays: FORM, `tokens` [n], `read` (the numbers of `CachedText`), `widths` and the engine's state, which
+carries a stamp of the weights, library and cache types and a digest of its own. A restored sequence is used like
 any other: the next prompt is compared with its tokens, and only what differs is read.
 """
 
@@ -17,13 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.config.values import as_path
-from edgespec.engines.cached_text import CachedText
-from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.sequence import CachedSequence, CachedText
 from edgespec.errors import ConfigError, StateError, shown
 from edgespec.platform.files import write_atomically
 from edgespec.types import TokenIds
 
-FORM = "edgespec sequence 3"
+FORM = "edgespec sequence 4"
 _AGAIN = "the prompt is read again instead"
 _DAMAGE = (BadZipFile, zlib.error, ValueError, KeyError, EOFError, TypeError, AttributeError, MemoryError)
 
@@ -42,10 +41,10 @@ def save_sequence(path: Path, sequence: CachedSequence) -> int:
     Raises StateError when the file cannot be written, EngineError.
     """
     sequence.reconcile()
-    tokens, state = np.array(list(sequence.text), np.int32), sequence.engine.save_state(sequence.sequence)
-    parts = {"form": np.array(FORM), "tokens": tokens, "widths": _widths(sequence), "state": np.frombuffer(state, "u1")}
+    (tokens, *read), state = sequence.text, sequence.engine.save_state(sequence.sequence)
+    parts = {"form": np.array(FORM), "tokens": tokens, "read": np.array(read), "widths": _widths(sequence)}
     file = io.BytesIO()
-    np.savez(file, **parts)  # type: ignore[arg-type]  # its keywords are arrays and one bool
+    np.savez(file, **parts, state=np.frombuffer(state, "u1"))  # type: ignore[arg-type]  # its keywords are arrays and one bool
     write_atomically(path, file.getvalue(), private=True, durable=False)
     return sequence.length
 
@@ -58,14 +57,14 @@ def load_sequence(path: Path, sequence: CachedSequence) -> int:
     """
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            form, tokens, widths, state = (file[name] for name in ("form", "tokens", "widths", "state"))
+            form, tokens, read, widths, state = (file[name] for name in ("form", "tokens", "read", "widths", "state"))
+            text = CachedText(tokens, *map(int, read))
     except OSError as exc:
         raise StateError(f"the saved state {path} cannot be read: {exc.strerror}; {_AGAIN}") from exc
     except _DAMAGE as exc:
         raise StateError(f"{path} is damaged, or not a state saved by this version of edgespec; {_AGAIN}") from exc
-    if form != FORM or (tokens.dtype, state.dtype) != (np.int32, np.uint8) or tokens.ndim != 2 or len(tokens) != 2:
+    if form != FORM or (tokens.dtype, state.dtype, tokens.ndim) != (np.int32, np.uint8, 1):
         raise StateError(f"{path} is not a state saved by this version of edgespec; {_AGAIN}")
-    text = CachedText(*tokens)
     _check_fits(path, text.token_ids, sequence)
     # Passes of other widths round differently: in reproducible mode only a state of the same class has the right bits.
     if sequence.engine.facts.pinned_class is not None and not np.array_equal(widths, _widths(sequence)):

@@ -7,59 +7,33 @@ and signal handlers may withdraw a claim or let it leave: the lock is reentrant 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from edgespec.errors import Busy, StateError
 
-if TYPE_CHECKING:
-    import asyncio
-
-GRACE_S = 1.0  # a caller that waits for its own idle generation raises Busy after this time
+# After it, whoever waits for a generation that nobody reads is told so: it may be the caller's own, and never end.
+IDLE_S = 5.0
 CLOSED = "this model is closed: load it again"
 FORKED = (
     "this model was loaded before the process was forked, and the threads that compute its passes are not in the fork: "
     "load it in the process that uses it, such as after the server has started its workers"
 )
-_OWN = "has an unfinished generation of the same model, so waiting would deadlock"
-_FIX = "read it to its end, close() it, or load the model twice"
-
-
-class Caller(NamedTuple):
-    """The thread of a call, and the asyncio task that runs in it, if any."""
-
-    thread: threading.Thread
-    task: asyncio.Task[Any] | None
-
-    @classmethod
-    def now(cls) -> Self:
-        loaded = sys.modules.get("asyncio")  # without asyncio loaded there are no tasks, and importing it takes 30 ms
-        task = None
-        with suppress(RuntimeError):  # no event loop runs in this thread
-            task = None if loaded is None else loaded.current_task()
-        return cls(threading.current_thread(), task)
-
-    @property
-    def waits_with_thread(self) -> bool:
-        """Whether it waits in its own thread, and not in one that waits for its task."""
-        return self.thread is threading.current_thread()
 
 
 @dataclass(eq=False, slots=True)
 class Claim:
     """One request's place in the queue.
 
-    `caller`: who used it last, until `used_s`; `inside`: the thread that uses the model with it; `is_withdrawn`:
-    cancelled, so that waiting for the turn ends; `is_over`: it never joins the queue again.
+    `inside`: the thread that uses the model with it; `has_begun`: it had the turn, last until `used_s`;
+    `is_withdrawn`: cancelled, so that waiting for the turn ends; `is_over`: it never joins the queue again.
     """
 
-    caller: Caller | None = None
     inside: threading.Thread | None = None
+    has_begun: bool = False
     used_s: float = 0.0
     is_withdrawn: bool = False
     is_over: bool = False
@@ -67,14 +41,6 @@ class Claim:
     @property
     def needs_turn(self) -> bool:
         return not self.is_withdrawn and not self.is_over
-
-    def waits_for(self, caller: Caller) -> bool:
-        """Whether only `caller`, which waits, would use it next: its task, or all of its thread where that waits."""
-        if self.caller is None:
-            return False
-        if caller.waits_with_thread:
-            return self.caller.thread is caller.thread
-        return self.caller.task is not None and self.caller.task is caller.task
 
 
 class Turn:
@@ -106,30 +72,30 @@ class Turn:
         return self.first is claim
 
     @contextmanager
-    def inside(self, claim: Claim, caller: Caller | None = None, max_wait_s: float | None = None) -> Iterator[None]:
+    def inside(self, claim: Claim, max_wait_s: float | None = None) -> Iterator[None]:
         """Wait for the claim's turn and use the model exclusively within the block. The turn is kept afterwards.
 
         A withdrawn claim, or one that is over, enters without the turn and must not use the model. Raises Busy if the
-        turn does not come within `max_wait_s`, or never can because this caller holds it with another claim; StateError
-        if the model was closed.
+        turn does not come within `max_wait_s`, if without that it belongs to a generation that nobody reads for IDLE_S,
+        and if this thread is inside it with another claim, so that it can never come; StateError if the model was
+        closed.
         """
         thread = threading.current_thread()
         self.require_open()
         if claim.inside is thread:
             raise Busy("a generation cannot be read inside its own on_round callback, or a signal handler during it")
-        caller = caller or Caller.now()
         began_s = monotonic()
         try:
             with self._changed:
                 if claim not in self._queue and claim.needs_turn and not self._is_shut:
                     self._queue.append(claim)
                 while not self._is_shut and not self._may_enter(claim):
-                    self._changed.wait(self._next_check_s(claim, caller, began_s, max_wait_s))
+                    self._changed.wait(self._next_check_s(claim, began_s, max_wait_s))
                 if not self._is_shut:
-                    claim.inside, claim.caller = thread, caller
+                    claim.inside, claim.has_begun = thread, True
             self.require_open()
         except BaseException:
-            if not (self.is_of(claim) and claim.caller is not None):  # one that has begun keeps its turn
+            if not (self.is_of(claim) and claim.has_begun):  # it keeps its turn
                 self.leave(claim)
             raise
         try:
@@ -197,18 +163,19 @@ class Turn:
     def _may_enter(self, claim: Claim) -> bool:
         return claim.inside is None and (self.is_of(claim) or not claim.needs_turn)
 
-    def _next_check_s(self, claim: Claim, caller: Caller, began_s: float, max_wait_s: float | None) -> float:
-        """How long to wait on, in a wait since `began_s`. Raises Busy where it lasts too long, or would for ever:
-        the caller has the turn itself, with another claim.
-        """
+    def _next_check_s(self, claim: Claim, began_s: float, max_wait_s: float | None) -> float:
+        """How long to wait on, in a wait since `began_s`. Raises Busy where it lasts too long, or would for ever."""
         first, now_s = self.first, monotonic()
-        if first is not None and first is not claim and first.waits_for(caller):
-            if first.inside is caller.thread:
-                raise Busy("the model cannot be called inside on_round, or a signal handler during a generation")
-            if now_s >= max(first.used_s, began_s) + GRACE_S:  # another thread of a pool may have taken a step
-                raise Busy(f"this {'thread' if caller.waits_with_thread else 'task'} {_OWN}: {_FIX}")
-        if max_wait_s is None:
-            return GRACE_S / 4
-        if now_s >= began_s + max_wait_s:
-            raise Busy(f"another generation is still running after the wait limit of {max_wait_s:g} s")
-        return max(min(GRACE_S / 4, began_s + max_wait_s - now_s), 0.001)
+        if first is not None and first.inside is threading.current_thread():
+            raise Busy("the model cannot be called inside on_round, or a signal handler during a generation")
+        if max_wait_s is not None:
+            if now_s >= began_s + max_wait_s:
+                raise Busy(f"another generation is still running after the wait limit of {max_wait_s:g} s")
+            return max(min(IDLE_S / 4, began_s + max_wait_s - now_s), 0.001)
+        is_idle = first is not None and first is not claim and first.has_begun and first.inside is None
+        if first is not None and is_idle and now_s >= max(first.used_s, began_s) + IDLE_S:
+            raise Busy(
+                f"an unfinished generation of this model is not read for {IDLE_S:g} s, so waiting may never end: read "
+                "it to its end, close() it, wait with max_wait_s, or load the model twice"
+            )
+        return IDLE_S / 4

@@ -150,13 +150,10 @@ def parse(text: str) -> Reference:
         return _from_address(text)
     text = without_hub(text)
     base, _, wanted = text.partition(":")
-    if base in entries():
-        entry = entries()[base]
+    if (entry := entries().get(base.lower())) is not None:
         return Reference(text, entry, entry.repo, wanted)
     if REPO.fullmatch(base):
         return Reference(text, None, base, wanted)
-    if base.lower() in entries():
-        return parse(base.lower() + (f":{wanted}" if wanted else ""))
     if (called := entry_called(text)) is not None:
         return Reference(text, called, called.repo, "")
     near = difflib.get_close_matches(base.lower(), entries(), 3)

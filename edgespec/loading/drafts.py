@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from edgespec.drafters.mapped import MappedSequence, VocabularyMap, map_vocabulary
 from edgespec.engines.base import Engine
@@ -23,13 +24,41 @@ from edgespec.loading.catalogue import Entry, entries
 from edgespec.loading.engine_choice import has_fast_kernels, runs_on_kernels
 from edgespec.loading.own_models import files_of, fits
 from edgespec.loading.registry import is_known, models_folder, registered_folders, resolve
-from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.platform.files import shipped_models
 from edgespec.vocabulary import Vocabulary, check_same_vocabulary
 
 LEAST_OVERLAP = 0.5  # share of a text's tokens that a draft with another vocabulary must have
 MOST_SHARE = 0.5  # of the target's bytes: a larger draft hardly gains
 _MOST_NEIGHBOURS = 20
+
+
+class BuiltInPrompt(NamedTuple):
+    """A text of one of several domains, for checks of any model without a data set."""
+
+    domain: str
+    text: str
+
+
+PROMPTS: tuple[BuiltInPrompt, ...] = (
+    BuiltInPrompt("dialogue", "Hi, can you find me a restaurant in San Jose that serves Italian food?"),
+    BuiltInPrompt("dialogue", "I need a one-way bus ticket for two people, leaving next Friday morning."),
+    BuiltInPrompt(
+        "arithmetic", "A box holds 12 pencils. Tom has 4 full boxes and gives away 9 pencils. How many are left?"
+    ),
+    BuiltInPrompt(
+        "arithmetic", "A train travels 60 miles in the first hour and 45 in the second. How far is that in all?"
+    ),
+    BuiltInPrompt(
+        "code",
+        "Write the Python function below.\ndef is_palindrome(text):\nReturn True if text reads the same backwards.",
+    ),
+    BuiltInPrompt("code", "Write a Python function that returns the largest element of a list of numbers."),
+    BuiltInPrompt(
+        "copying",
+        "Repeat this list without changes: red, green, blue, yellow, orange, purple, brown, black, white, grey, pink.",
+    ),
+    BuiltInPrompt("prose", "Tell me in a few sentences why the sky is blue during the day and red in the evening."),
+)
 
 
 def draft_cache(target: Engine, draft: Engine, name: str) -> tuple[CachedSequence, str]:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from edgespec.config.options import LoadOptions
 from edgespec.engines.llamacpp.library import has_gpu
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
-from edgespec.formats.gguf.check import has_mtp
+from edgespec.formats.gguf.check import gives_only_embeddings, has_mtp
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import ModelFile, ModelPair
@@ -59,7 +59,7 @@ def _with_engine(options: LoadOptions, role: str, file: ModelFile, pair: ModelPa
         return replace(file, runs_on="onnx")
     if role == "target" and options.engine == "onnx":
         raise CapabilityError(f"--engine onnx cannot run {file.path.name}: {why}. Use --engine auto")
-    return file if _is_head(file.path) else replace(file, note=f"llama.cpp runs {file.path.name}: {why}")
+    return file if _is_no_news(file.path) else replace(file, note=f"llama.cpp runs {file.path.name}: {why}")
 
 
 def _why_not(options: LoadOptions, role: str, file: ModelFile, pair: ModelPair) -> str:
@@ -72,6 +72,14 @@ def _why_not(options: LoadOptions, role: str, file: ModelFile, pair: ModelPair) 
     if not found and role == "target":
         found = _heads_in_gguf(options, pair)
     return found or why_unreadable(file.path)
+
+
+def _is_no_news(path: Path) -> bool:
+    """Whether nobody expects the kernels to run a file: heads, models that only give embeddings, what is no GGUF."""
+    try:
+        return _is_head(path) or gives_only_embeddings(read_header(path))
+    except (EdgespecError, OSError):
+        return True
 
 
 def _is_head(path: Path) -> bool:

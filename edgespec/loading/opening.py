@@ -30,7 +30,6 @@ from edgespec.drafters.model import EarlyExitDrafter, ModelDrafter
 from edgespec.drafters.spec import HEAD_FILES
 from edgespec.engines.base import Engine
 from edgespec.engines.features import WINDOW
-from edgespec.engines.file_heads import MedusaHead, columns_of
 from edgespec.engines.head import DraftHead
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.trial import Trial
@@ -149,31 +148,20 @@ def _model_drafter(options: LoadOptions, file: ModelFile, target: Engine) -> Mod
 def has_chat_template(file: ModelFile) -> bool:
     """Whether a model comes with a chat template; reads the header of a GGUF, or the files beside an ONNX graph.
 
-    True where the files cannot be read: loading says better what is wrong with them.
+    True where the files cannot be read: loading says better what is wrong with them. Raises ModelFileError for a GGUF
+    that writes no text, such as a model that only gives embeddings.
     """
     try:
-        if file.is_gguf:
-            model_files(file.path)  # a part of a model holds no template, and says which file to open
-            header = read_header(file.path)
-            require_language_model(file.path, header)
-            return bool(header.metadata.get("tokenizer.chat_template"))
-        from edgespec.engines.onnx.tokenizer import read_chat_template
+        if not file.is_gguf:
+            from edgespec.engines.onnx.tokenizer import read_chat_template
 
-        return read_chat_template(file.path.parent) is not None
-    except (ModelFileError, OSError):
-        return True
-
-
-def require_writer_file(file: ModelFile) -> None:
-    """Raises ModelFileError for a model that gives embeddings only. A file that cannot be read passes: see above."""
-    if not file.is_gguf:
-        return
-    try:
+            return read_chat_template(file.path.parent) is not None
+        model_files(file.path)  # a part of a model holds no template, and says which file to open
         header = read_header(file.path)
     except (UsageError, OSError):
-        return
-    if gives_only_embeddings(header):
-        require_language_model(file.path, header)
+        return True
+    require_language_model(file.path, header)
+    return bool(header.metadata.get("tokenizer.chat_template"))
 
 
 def _check_contents(models: Iterable[ModelFile]) -> None:
@@ -276,7 +264,7 @@ def read_heads(options: LoadOptions, pair: ModelPair) -> dict[Path, HeadFile]:
     if options.drafter in HEAD_KINDS and options.drafter not in {each.manifest.kind for each in found.values()}:
         has = f"{paths[0].name} holds {found[paths[0]].manifest.kind} heads" if paths else f"{pair.name!r} has none"
         raise CapabilityError(
-            f"drafter {options.drafter!r} needs a heads file, and {has}: give --heads FILE (heads=...), made by "
+            f"drafter {options.drafter!r} needs a heads file, and {has}: give --heads FILE, made by "
             f"scripts/train/heads.py --kind {options.drafter}"
         )
     return found
@@ -295,16 +283,18 @@ def open_heads(heads: HeadFile, path: Path, target: Engine) -> Drafter:
             f"{path} holds heads for another target ({manifest.target}, hidden size {manifest.feature_size}, "
             f"{manifest.vocabulary_size} tokens): give the file that was trained for this one"
         )
-    if manifest.kind == "medusa":
-        return MedusaDrafter(MedusaHead(heads, vocabulary, target.state_layers), WINDOW)
-    from edgespec.engines.onnx.eagle import load_eagle
+    from edgespec.engines.onnx.file_heads import load_eagle, load_medusa
 
+    if manifest.kind == "medusa":
+        return MedusaDrafter(load_medusa(heads, vocabulary, target.state_layers), WINDOW)
     sequences = target.facts.max_sequences
     return EagleDrafter(load_eagle(heads, vocabulary, target.state_layers, sequences=sequences), WINDOW)
 
 
 def _probed(heads: HeadFile, target: Engine) -> NDArray[np.float32]:
     """The states of `target` for the probe tokens that identify the heads' own; leaves its cache empty."""
+    from edgespec.engines.onnx.file_heads import columns_of
+
     target.give_hidden_states(True)
     try:
         target.forward(Batch.chain(heads.probe_ids))
@@ -352,7 +342,4 @@ def open_head_file(options: LoadOptions, file: ModelFile, target: Engine) -> Dra
     head = target.load_head(
         file.path, context_length=options.draft_context_length, gpu_layers=options.draft_model_gpu_layers
     )
-    with closed_on_failure(head):  # here, before any text, if the target cannot give what it reads
-        target.give_layer_inputs(head.facts.layers)
-        target.give_layer_inputs(())
     return _DRAFTERS[head.form](head, WINDOW)

@@ -227,7 +227,7 @@ class Listed:
 
 
 def list_here() -> Iterator[Listed]:
-    """Models on this machine by name, damaged and unfinished ones too."""
+    """Models on this machine by name, damaged and unfinished ones too, and those that other programs keep."""
     found = registered_folders()
     for name in sorted(found):
         try:
@@ -238,15 +238,10 @@ def list_here() -> Iterator[Listed]:
         size = pair_bytes(pair)
         yield Listed(name, "here", size, False, fits(size), drafted_from(pair), pair.description)
     for name, folder in own_folders().items():
-        size = sum(
-            path.stat().st_size for path in folder.rglob("*") if path.suffix in (PART, ".gguf", ".data", ".onnx")
-        )
+        kinds = (PART, ".gguf", ".data", ".onnx")
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.suffix in kinds)
         if name not in found and size:
             yield Listed(name, "unfinished", size, False, None, "", f"edgespec pull {name} resumes it")
-
-
-def list_elsewhere() -> Iterator[Listed]:
-    """Models that other programs keep on this machine, which run under these names."""
     for each in found_elsewhere():
         yield Listed(each.name, f"in {each.program}", each.bytes, False, fits(each.bytes), "", str(each.path))
 

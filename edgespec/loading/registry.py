@@ -68,14 +68,17 @@ def _looks_like_path(text: str) -> bool:
 
 def _not_found(text: str, role: str = "model") -> ModelNotFound:
     """An error that says how to get what `text` names, or what is like it here."""
-    reference = _reference(text)
+    path, names = expanded(text), sorted(registered_folders())
+    beside = [each.name for each in path.parent.glob("*") if each.suffix in SUFFIXES] if is_folder(path.parent) else []
+    files = difflib.get_close_matches(path.name, beside, 1) or [each for each in beside if each.startswith(path.name)]
+    near = [str(path.with_name(each)) for each in files]
+    reference = None if near else _reference(text)
     if reference is not None:
         other = "" if reference.entry else f", edgespec export {reference.repo} converts other weights"
         return ModelNotFound(f"{text} is not on this machine: edgespec pull {text} fetches it from the hub{other}")
-    path, names = expanded(text), sorted(registered_folders())
-    beside = [each.name for each in path.parent.iterdir() if each.suffix in SUFFIXES] if is_folder(path.parent) else []
-    known = [*names, *entries(), *beside]
-    near = difflib.get_close_matches(path.name, known, 1) or [name for name in known if name.startswith(text.lower())]
+    if not near and not _looks_like_path(text):
+        known = [*names, *entries()]
+        near = difflib.get_close_matches(text, known, 1) or [each for each in known if each.startswith(text.lower())]
     hint = f"did you mean {' or '.join(map(repr, near[:3]))}? " if near else ""
     said = shown_path(text) if _looks_like_path(text) else shown(text)
     return ModelNotFound(
@@ -163,18 +166,23 @@ def _found(text: str, role: str = "model") -> Path:
     raise _not_found(text, role)
 
 
-def _pair_in(folder: Path, engine: str, *, check_hashes: bool = True) -> ModelPair:
-    return read_pair(folder, engine, check_hashes=check_hashes, has_kernels=library_path() is not None)
-
-
-def _local_pair(text: str, engine: str, *, check_hashes: bool) -> ModelPair:
-    path = _found(text)
+def _pair_called(text: str, engine: str, role: str = "model", *, check_hashes: bool = True) -> ModelPair:
+    """The pair of a registered name, of another program's, or at a path. Raises as `resolve`."""
+    known = folder_of(text)
+    elsewhere = None if known or exists(expanded(text)) else path_elsewhere(text)
+    path = known or elsewhere or _found(text, role)
     if is_folder(path):
-        return _pair_in(path, engine, check_hashes=check_hashes)
-    file = _file_at(path)
-    if engine not in ("auto", file.engine) and not (engine == "onnx" and file.is_gguf):
+        pair = read_pair(path, engine, check_hashes=check_hashes, has_kernels=library_path() is not None)
+        # The name that it goes by here; what was added or converted may describe itself by another.
+        return replace(pair, name=path.name) if known else pair
+    # With the others of a model that is split, where all are there: loading says which one is not.
+    others = [path.with_name(name) for name in split_names(path.name)[1:]]
+    file = ModelFile(path, parts=tuple(map(ModelFile, others)) if all(map(is_file, others)) else ())
+    if role == "model" and engine not in ("auto", file.engine) and not (engine == "onnx" and file.is_gguf):
         raise CapabilityError(f"{text} is a file for {file.engine}, which {engine!r} cannot run: use --engine auto")
     name = resolved(path.parent).name if path.name == GRAPH else name_in(path)
+    if elsewhere is not None:
+        name = re.sub(r"[^\w.-]", "-", text)  # a file of Ollama's is called by its checksum
     return ModelPair(name, MappingProxyType({"target": file}), (file.engine,))
 
 
@@ -202,34 +210,10 @@ def resolve(
     ModelFileError for a bad manifest, and for a file that is missing or not the one its manifest describes,
     CapabilityError for an engine that this model has no files for.
     """
-    folder = folder_of(name_or_path)
-    if folder is not None:
-        # The name that it goes by here; what was added or converted may describe itself by another.
-        pair = replace(_pair_in(folder, engine, check_hashes=check_hashes), name=folder.name)
-    elif not exists(expanded(name_or_path)) and (path := path_elsewhere(name_or_path)) is not None:
-        name = re.sub(r"[^\w.-]", "-", name_or_path)  # a file of Ollama's is called by its checksum
-        pair = replace(_local_pair(str(path), engine, check_hashes=check_hashes), name=name)
-    elif _looks_like_path(name_or_path) or exists(name_or_path):
-        pair = _local_pair(name_or_path, engine, check_hashes=check_hashes)
-    else:
-        raise _not_found(name_or_path)
-    given = {"draft": draft, "medium": medium}
-    own = {role: _given_file(role, path, engine) for role, path in given.items() if path is not None}
+    pair = _pair_called(name_or_path, engine, check_hashes=check_hashes)
+    given = {role: path for role, path in (("draft", draft), ("medium", medium)) if path is not None}
+    own = {role: _pair_called(path.as_posix(), engine, role).files["target"] for role, path in given.items()}
     return replace(pair, files=MappingProxyType({**pair.files, **own})) if own else pair
-
-
-def _given_file(role: str, given: Path, engine: str) -> ModelFile:
-    """A file, or the target of a registered model or a folder. Raises ModelNotFound, ModelFileError."""
-    text = given.as_posix()
-    path = None if exists(expanded(given)) else folder_of(text) or path_elsewhere(text)
-    path = path or _found(str(given), role)
-    return _pair_in(path, engine).files["target"] if is_folder(path) else _file_at(path)
-
-
-def _file_at(path: Path) -> ModelFile:
-    """A file, with the others of a model that is split, where all are there: loading says which one is not."""
-    others = [path.with_name(name) for name in split_names(path.name)[1:]]
-    return ModelFile(path, parts=tuple(map(ModelFile, others)) if all(map(is_file, others)) else ())
 
 
 # GGUF models that other programs keep: Ollama, LM Studio and the cache of the Hugging Face hub. They run where they are

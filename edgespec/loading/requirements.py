@@ -131,7 +131,7 @@ class Chosen:
         draft = "no draft" if pair.draft is None else f"{pair.draft.name}, {self._draft.what},"
         raise CapabilityError(
             f"drafter {name!r} needs {(missing or needs[-1]).what} for a target on {' or '.join(engines)}, and "
-            f"{pair.name!r} has {draft} and runs on {runs_on}: give {(missing or needs[-1]).flags}"
+            f"{pair.name!r} has {draft} and runs on {runs_on}: give {(missing or needs[-1]).flag}"
             f"{'' if missing else f', with --engine {engines[0]}'}, or use --drafter {self.own or FALLBACK}"
         )
 
@@ -171,12 +171,10 @@ def head_paths(options: LoadOptions, pair: ModelPair) -> list[Path]:
     """The files of heads to open: the one that the options name, else those of the pair for the drafter.
 
     `auto` takes a pair's own heads only where it has no draft model: beside one they gain less than trying them costs;
-    and EAGLE's only where the kernels are built, on which they run.
+    and where the kernels are built, on which they run.
     """
     own = {kind: pair.heads[kind].path for kind in HEAD_KINDS if kind in pair.heads}
-    if options.drafter == "auto" and not (library_path() and has_engine("onnx")):
-        own.pop("eagle", None)
-    asked = "auto" if pair.draft is None else None
+    asked = "auto" if pair.draft is None and library_path() and has_engine("onnx") else None
     if options.heads is not None and options.drafter != "none":
         return [expanded(options.heads)]
     return [path for kind, path in own.items() if options.drafter in (kind, asked)]

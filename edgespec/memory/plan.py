@@ -34,11 +34,11 @@ _CHILD = 24 * MIB  # the child process in which chat templates are rendered: 14 
 _CUDA = 340 * MIB  # what CUDA's libraries take of this machine's memory: measured on one of NVIDIA's H200, CUDA 13.0
 _STACK_BYTES = 8 << 20
 _SURVEYED_ROWS = 63
-# Bytes in memory for a weight of 8 bits in the file. Medusa's heads are float32; of EAGLE's layer there are 8 bits and
-# scales; its vocabulary is there like that, too, and in half precision, from which inputs are looked up.
-_FLOAT, _LAYER, _VOCABULARY = 4.0, 1.25, 3.25
+# Bytes in memory for a weight of 8 bits in the file: of heads there are 8 bits and scales; their vocabulary is there as
+# well in half precision, from which inputs are looked up.
+_LAYER, _VOCABULARY = 1.25, 3.25
 _HEAD_CONTEXT = 2048  # pairs of an EAGLE head
-_OPENING = 9.0  # the same while EAGLE's are opened: in float32, as they are kept, and copies; measured on SmolLM2's
+_OPENING = 9.0  # the same while they are opened: in float32, as they are kept, and copies; measured on SmolLM2's
 
 
 class Part(NamedTuple):
@@ -276,14 +276,12 @@ def _bytes_of(path: Path, context_length: int, texts: int) -> tuple[int, int]:
     except (EdgespecError, OSError, ValueError):  # reading the heads says best what is wrong; ValueError: a NUL
         return stored, 0
     opening = 0
-    if sizes.kind == "medusa":
-        weights = _FLOAT * stored
-    elif sizes.generation == 3:  # its embedding stays as it is stored
+    if sizes.generation == 3:  # its embedding stays as it is stored
         weights = _LAYER * stored
     else:
         layer = min(sum(map(math.prod, sizes.shapes().values())), stored)
         weights, opening = _LAYER * layer + _VOCABULARY * (stored - layer), int(_OPENING * stored)
-    # Both keep windows of states; an EAGLE head has a cache of halves, and tables of positions.
+    # All keep windows of states; an EAGLE head has a cache of halves, and tables of positions.
     states = min(WINDOW, context_length) * sizes.feature_size * BYTES_PER_FEATURE
     cache = min(_HEAD_CONTEXT, context_length) * 4 * sizes.kv_heads * sizes.head_dim
     kept = int(weights) + texts * (states + cache) + 4 * _HEAD_CONTEXT * sizes.head_dim

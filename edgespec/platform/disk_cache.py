@@ -20,10 +20,6 @@ logger = logging.getLogger(__name__)
 Seconds = Annotated[float, msgspec.Meta(gt=0.0, le=1e4)]  # of a plausible measurement
 
 
-class _Mark(msgspec.Struct, forbid_unknown_fields=True):
-    path: str
-
-
 def cache_folder() -> Path:
     """Where files lie that may be deleted at any time."""
     return user_folder("cache")
@@ -63,13 +59,3 @@ def put(kind: str, key: str, value: Any) -> bool:
         logger.debug("the measurement %s/%s is not kept: %s", kind, key, exc)
         return False
     return True
-
-
-def is_marked(kind: str, key: str) -> bool:
-    """Whether `mark` was called for this key: for entries that only record that something was done to a file."""
-    return get(kind, key, _Mark) is not None
-
-
-def mark(kind: str, key: str, path: Path) -> None:
-    """Record that something was done to a file, whose identity is part of `key`; `path` is for whoever looks inside."""
-    put(kind, key, _Mark(str(path).encode(errors="replace").decode()))

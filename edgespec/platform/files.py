@@ -154,6 +154,18 @@ def replace_file(new: Path, path: Path) -> None:
 
 
 @contextlib.contextmanager
+def _replaced(path: Path, temporary: Path, *others: type[Exception]) -> Iterator[None]:
+    """What the block writes to `temporary` becomes `path` at its end, or is removed if that fails."""
+    with write_errors(path, *others):
+        try:
+            yield
+            replace_file(temporary, path)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+
+@contextlib.contextmanager
 def atomic_file(path: Path, *others: type[Exception]) -> Iterator[Path]:
     """Yields the path `NAME.tmp` for the block to write; it becomes `path` at the end, or is removed if that fails.
 
@@ -161,24 +173,14 @@ def atomic_file(path: Path, *others: type[Exception]) -> Iterator[Path]:
     StateError, as `write_errors` does.
     """
     temporary = path.with_name(path.name + TEMPORARY)
-    with write_errors(path, *others):
-        try:
-            yield temporary
-            with temporary.open("rb+") as file:  # Windows flushes only what may be written
-                os.fsync(file.fileno())
-            replace_file(temporary, path)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+    with _replaced(path, temporary, *others):
+        yield temporary
+        with temporary.open("rb+") as file:  # Windows flushes only what may be written
+            os.fsync(file.fileno())
 
 
 def write_atomically(
-    path: Path,
-    contents: str | bytes,
-    *,
-    parents: bool = False,
-    private: bool = False,
-    durable: bool = True,
+    path: Path, contents: str | bytes, *, parents: bool = False, private: bool = False, durable: bool = True
 ) -> None:
     """Replace `path` by a file with `contents`, text as UTF-8; several processes may do so at the same time.
 
@@ -190,18 +192,12 @@ def write_atomically(
     except UnicodeEncodeError as exc:
         raise StateError(f"{path} cannot be written: the text is not valid Unicode ({exc.reason})") from exc
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
-    with write_errors(path):
+    mode = 0o600 if private else 0o666
+    with _replaced(path, temporary):
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
-        mode = 0o600 if private else 0o666
-        try:
-            with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-                file.write(data)
-                if durable:
-                    file.flush()
-                    os.fsync(file.fileno())
-            replace_file(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())

@@ -26,7 +26,7 @@ TargetAt = Callable[[int, tuple[int, ...]], Distribution]
 
 
 class Choices(Protocol):
-    """Source of a rule's random choices: `sampling.Sampler`, or an enumerator of all outcomes in tests."""
+    """Source of a rule's random choices: `sampling.sampler.Sampler`, or an enumerator of all outcomes in tests."""
 
     def pick(self, distribution: Distribution, position: int, stream: Stream = ...) -> int: ...
 

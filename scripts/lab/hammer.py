@@ -150,7 +150,7 @@ class Hammer:
     def _aside(self, chance: random.Random) -> None:
         model = self._model
         asides: tuple[Callable[[], object], ...] = (
-            lambda: model.drafter_names, lambda: model.cost_curve, model.forget, model.prepare, lambda: model.notes,
+            model.forget, model.prepare, lambda: model.notes,
             lambda: model.decode(model.encode(self._requests[0][0])), lambda: repr(model),
         )  # fmt: skip
         chance.choice(asides)()

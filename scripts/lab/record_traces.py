@@ -17,8 +17,8 @@ import numpy as np
 import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.loading.sample_prompts import PROMPTS
-from edgespec.sampling import Sampler
+from edgespec.loading.drafts import PROMPTS
+from edgespec.sampling.sampler import Sampler
 from edgespec.types import TokenIds
 
 CHAIN = 12  # tokens drafted from each position
@@ -59,7 +59,7 @@ def main() -> None:
                 answer = model.generate(ids, sampling, options)
                 text = np.array([*ids, *answer.token_ids], np.int32)
                 sampler = Sampler(sampling, model.target.vocabulary.size)
-                agreed, evidence = chains(model._pool.drafter("model"), text, len(ids) + 1, sampler)
+                agreed, evidence = chains(model.drafters.drafter("model"), text, len(ids) + 1, sampler)
                 name = f"{prompt.domain}.{temperature}.{number}"
                 kept[f"{name}.text"], kept[f"{name}.prompt"] = text.astype(np.uint32), np.array(len(ids))
                 kept[f"{name}.agreed"], kept[f"{name}.evidence"] = agreed, evidence

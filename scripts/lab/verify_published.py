@@ -39,9 +39,9 @@ from edgespec.errors import DownloadError, EdgespecError, PromptError, StateErro
 from edgespec.formats.gguf.heads import head_kind_of, read_head
 from edgespec.formats.manifest import ModelPair
 from edgespec.loading import catalogue
+from edgespec.loading.drafts import PROMPTS
 from edgespec.loading.own_models import entry_bytes, remove
 from edgespec.loading.pull import pull
-from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.platform.machine import default_threads, processor
 from measure_memory import RIGHT_BYTES, Case, judged, measured
 from peers.base import Refusal

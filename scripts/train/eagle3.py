@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from edgespec.engines.base import Engine
 from edgespec.engines.head import DraftHead
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.onnx.eagle import load_eagle
+from edgespec.engines.onnx.file_heads import load_eagle
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import ConfigError, EdgespecError, ModelFileError
 from edgespec.export.check import (
@@ -539,9 +539,9 @@ def compare_head(plan: HeadPlan, target_folder: Path, target: LlamaCppEngine, pa
     """Compare the GGUF head in `path`, on an open target, with the slow implementation."""
     token_ids, cached = _probe_ids(target), CachedSequence(target)
     with target.load_head(path) as head:
-        cached.keep_layer_inputs(head.facts.layers)
+        cached.keep_features(True)
         cached.feed(token_ids)
-        features = cached.layer_inputs
+        features = cached.features
         assert features is not None
         behind = range(1, token_ids.size)
         wanted, found = (

@@ -72,7 +72,7 @@ def test_the_table_and_the_notes(pair, prompts):
 
 
 def test_the_built_in_prompts_and_synthetic_domains(pair):
-    found = report(*pair, *QUICK, "-n", "3", "--domain", "prose", "--domain", "random_text", "--per-domain", "1")
+    found = report(*pair, *QUICK, "-n", "3", "--domain", "prose", "--domain", "random_text")
     assert set(found["domains"]) == {"prose", "random_text"}
 
 
@@ -123,7 +123,6 @@ def test_an_explanation_has_expected_and_measured_speed(pair, prompts):
         (["--domain", "dialog"], "did you mean 'dialogue'"),
         (["--sweep", "--plot", "x.png"], "leave --sweep and --explain out"),
         (["--repeat", "0"], "0 is not in the range"),
-        (["--per-domain", "x"], "'x' is not a valid integer"),
         (["--temp", "-1"], "temperature"),
         (["--repaet", "2"], "did you mean '--repeat'"),
     ],

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from edgespec.bench.prompts import BenchPrompt
 from edgespec.bench.report import Spread, Summary, accepted_lengths
-from edgespec.bench.runner import Measurement, Trial
+from edgespec.bench.runner import Measurement, Task, Trial
+from edgespec.config.options import Sampling
 from edgespec.reports import RoundRecord, Stats
+
+TASK = Task(BenchPrompt("a", "b"), (1,), Sampling())
 
 
 def measurement(tokens: int = 11, seconds: float = 1.0, prefill_s: float = 0.5, **stats: int) -> Measurement:
     given = Stats(new_tokens=tokens, wall_s=prefill_s + seconds, prefill_s=prefill_s, **stats)
-    return Measurement(given, "digest")
+    return Measurement(given)
 
 
 def trial(
@@ -19,7 +23,7 @@ def trial(
 ) -> Trial:
     speculative = measurement(tokens, speculative_s, drafted_tokens=drafted)
     again = None if again_s is None else measurement(tokens, again_s)
-    return Trial("p", 0, ("standard", "speculative"), measurement(tokens, plain_s), speculative, again=again)
+    return Trial(TASK, ("standard", "speculative"), measurement(tokens, plain_s), speculative, again=again)
 
 
 def record(position: int, drafter: str | None, confidences: tuple[float, ...], accepted: int) -> RoundRecord:
@@ -78,7 +82,7 @@ def test_an_answer_of_one_token_has_no_rate():
 
 def test_acceptance_is_of_all_runs_and_none_without_a_draft():
     drafted = [measurement(drafted_tokens=10, accepted_tokens=5, rounds=5) for _ in range(2)]
-    trials = [Trial("p", index, (), measurement(), run) for index, run in enumerate(drafted)]
+    trials = [Trial(TASK, (), measurement(), run) for run in drafted]
     summary = Summary(trials)
     assert summary.acceptance_rate == 0.5
     assert summary.mean_accepted_length == 2.0

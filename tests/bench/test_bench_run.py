@@ -13,8 +13,8 @@ import pytest
 from bench_table import table_model
 from edgespec.bench.plot import check_plot, draw
 from edgespec.bench.prompts import BenchPrompt
-from edgespec.bench.report import Setup, report_of, table_lines
-from edgespec.bench.runner import Runner, Task, Trial, tasks_of
+from edgespec.bench.report import report_of, table_lines
+from edgespec.bench.runner import Measurement, Runner, Task, Trial, first_divergence, tasks_of
 from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.installation import install_command
@@ -22,8 +22,7 @@ from edgespec.runtime import Model
 
 OPTIONS = GenerateOptions(max_tokens=24)
 SAMPLING = Sampling(temperature=0.0)
-PROMPTS = [BenchPrompt("letters", ("abcabcabc",)), BenchPrompt("others", ("hgfedc",)), BenchPrompt("letters", ("kkk",))]
-SETTINGS = {"model": "table", "seed": 1}
+PROMPTS = [BenchPrompt("letters", "abcabcabc"), BenchPrompt("others", "hgfedc"), BenchPrompt("letters", "kkk")]
 
 
 @pytest.fixture
@@ -36,12 +35,12 @@ def tasks(model: Model, repeat: int = 2, prompts: list[BenchPrompt] = PROMPTS) -
     return tasks_of(prompts, lambda prompt: prompt.encode(model), SAMPLING, repeat)
 
 
-def trials(model: Model, repeat: int = 2) -> dict[tuple[str, int], Trial]:
-    return {trial.key: trial for trial in Runner(model, OPTIONS).run(tasks(model, repeat))}
+def trials(model: Model, repeat: int = 2) -> list[Trial]:
+    return list(Runner(model, OPTIONS).run(tasks(model, repeat)))
 
 
-def report(model: Model, repeat: int = 2) -> dict[str, Any]:
-    return report_of(Setup(model, SAMPLING, OPTIONS), tasks(model, repeat), trials(model, repeat))
+def report(model: Model, found: list[Trial]) -> dict[str, Any]:
+    return report_of(model, SAMPLING, OPTIONS, found, len(found))
 
 
 # running
@@ -50,28 +49,19 @@ def report(model: Model, repeat: int = 2) -> dict[str, Any]:
 def test_every_prompt_is_decoded_both_ways_on_empty_caches(model):
     found = trials(model, repeat=2)
     assert len(found) == 2 * len(PROMPTS)
-    for trial in found.values():
+    for trial in found:
         assert trial.standard.stats.reused_tokens == trial.speculative.stats.reused_tokens == 0
         assert trial.standard.stats.drafted_tokens == 0 < trial.speculative.stats.drafted_tokens
-        assert trial.standard.token_digest == trial.speculative.token_digest
+        assert trial.standard.token_ids == trial.speculative.token_ids
         assert trial.standard.stats.new_tokens == trial.speculative.stats.new_tokens == OPTIONS.max_tokens
         assert len(trial.speculative.rounds) == trial.speculative.stats.rounds
 
 
 def test_both_modes_alternate_in_running_first(model):
     found = trials(model, repeat=2)
-    firsts = Counter((key[0], trial.order[0]) for key, trial in found.items())
+    firsts = Counter((trial.task.index, trial.order[0]) for trial in found)
     assert set(firsts.values()) == {1}
     assert len(firsts) == 2 * len(PROMPTS)
-
-
-def test_hot_prompts_are_sampled_hotter(model):
-    prompt = BenchPrompt("high_entropy", ("abc",), is_hot=True)
-    (task,) = tasks(model, 1, [prompt])
-    assert task.sampling.temperature == 1.5
-    (cold,) = tasks(model, 1, [dataclasses.replace(prompt, is_hot=False)])
-    assert cold.sampling == SAMPLING
-    assert task.key != cold.key
 
 
 def test_stopping_between_generations_leaves_complete_trials(model):
@@ -106,7 +96,7 @@ def test_a_cancelled_generation_counts_for_nothing(model):
 
 
 def test_the_report_is_strict_json_and_adds_up(model):
-    found = json.loads(json.dumps(report(model), allow_nan=False))
+    found = json.loads(json.dumps(report(model, trials(model)), allow_nan=False))
     assert found["complete"]
     assert found["num_trials"] == sum(one["num_trials"] for one in found["domains"].values()) == 6
     assert found["num_identical"] == found["num_prompts"] == 3
@@ -116,22 +106,19 @@ def test_the_report_is_strict_json_and_adds_up(model):
 
 
 def test_different_tokens_are_reported(model):
-    done = trials(model, repeat=1)
-    key, trial = next(iter(done.items()))
-    wrong = dataclasses.replace(trial.speculative, token_digest="other")
-    done[key] = dataclasses.replace(trial, speculative=wrong)
-    found = report_of(Setup(model, SAMPLING, OPTIONS), tasks(model, 1), done)
+    first, *others = trials(model, repeat=1)
+    wrong = dataclasses.replace(first, speculative=dataclasses.replace(first.speculative, token_ids=(1,)))
+    found = report(model, [wrong, *others])
     assert found["num_identical"] == 2
     assert "texts: DIFFERENT from plain decoding, 2 of 3 prompts" in list(table_lines(found))
 
 
 def test_flat_pass_costs_give_a_speedup(tmp_path):
     """Passes that cost the same at any width: speculation must gain, whoever decides."""
-    prompts = [BenchPrompt("letters", ("abcdef"[i:] + "abc",)) for i in range(5)]
+    prompts = [BenchPrompt("letters", "abcdef"[i:] + "abc") for i in range(5)]
     with table_model(tmp_path, pass_s=0.004) as model:
-        setup = Setup(model, SAMPLING, GenerateOptions(max_tokens=48))
-        due = tasks(model, 1, prompts)
-        found = report_of(setup, due, {t.key: t for t in Runner(model, setup.options).run(due)})
+        options = GenerateOptions(max_tokens=48)
+        found = report(model, list(Runner(model, options).run(tasks(model, 1, prompts))))
     assert found["total"]["verdict"] == "gains"
     assert any(line.startswith("speculation is faster") for line in table_lines(found))
     assert found["num_identical"] == len(prompts)
@@ -142,7 +129,7 @@ def test_flat_pass_costs_give_a_speedup(tmp_path):
 
 def test_the_picture_is_drawn_from_any_report(model, tmp_path):
     pytest.importorskip("matplotlib", reason="the picture needs scripts/run.py install bench")
-    whole, path = report(model), tmp_path / "all.png"
+    whole, path = report(model, trials(model)), tmp_path / "all.png"
     draw(whole, path)
     assert path.read_bytes().startswith(b"\x89PNG")
     empty = whole | {"domains": {}, "accepted_lengths": {}}
@@ -157,3 +144,17 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(tmp_path, mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(CapabilityError, match=re.escape(install_command("bench"))):
         check_plot(tmp_path / "x.png")
+
+
+# verify
+
+
+def test_verify_sees_a_log_probability_that_differs_where_it_may_not(model):
+    result = model.generate("abcabcabc", SAMPLING, dataclasses.replace(OPTIONS, logprobs=True))
+    plain = Measurement(result.stats, tuple(result.token_ids), tuple(result.logprobs))
+    assert first_divergence(plain, plain, exact=True) is None
+    logprobs = (*plain.logprobs[:3], plain.logprobs[3] - 1e-6)
+    changed = dataclasses.replace(plain, token_ids=plain.token_ids[:4], logprobs=logprobs)
+    found = first_divergence(plain, changed, exact=True)
+    assert found is not None and found.position == 3 and found.plain_token_id == found.drafted_token_id
+    assert first_divergence(plain, changed, exact=False).position == 4

@@ -18,7 +18,7 @@ from demo import DEMO
 from peers.base import Answer, Files, Question, Refusal, Runtime, Settings, serve
 from peers.field import Contestant, contestants, tune
 from peers.over_http import arguments
-from peers.process import Child, Reply, RuntimeFailure
+from peers.process import Reply
 from peers.report import Cell, Journal, Row, markdown, rows_of
 
 ROOT = Path(__file__).parents[2]
@@ -52,18 +52,6 @@ def test_a_child_answers_line_by_line_and_says_why_it_refuses() -> None:
     assert [answer["token_ids"] for answer in answered["ok"]["answers"]] == [[6, 6], [7, 7]]
     assert answered["ok"]["peak_bytes"] is None or answered["ok"]["peak_bytes"] > 1 << 20
     assert "encode" in no_encoder["refused"] and "open, ask, encode" in unknown["refused"]
-
-
-def test_a_child_that_dies_or_cannot_start_is_told_with_its_last_words(tmp_path: Path) -> None:
-    def start(runtime: str, python: str = sys.executable) -> Child:
-        return Child(runtime, {}, {"setting": "plain"}, log=tmp_path / "log", home=tmp_path / "home", python=python)
-
-    with pytest.raises(RuntimeFailure, match="died with 1: KeyError: 'none of these'"):
-        start("none of these")
-    with pytest.raises(Refusal, match="--python"):
-        start("edgespec", str(tmp_path / "no python"))
-    with pytest.raises(RuntimeFailure, match="died with 1"):
-        start("edgespec")  # without a file
 
 
 def add(journal: Journal, name: str, prompt: str, tokens: Sequence[int], each_s: float, kind: str = "a") -> None:
@@ -216,13 +204,3 @@ def test_the_command_measures_what_is_missing_and_names_who_cannot_run(tmp_path:
     assert {json.loads(line)["what"] for line in added} == {"command", "failed"}  # the server is still not there
     other = compare(tmp_path, *runtimes, target="demo-draft-q8_0.gguf")
     assert other.returncode and "give it another name" in other.stderr
-
-
-def test_clients_at_once_have_the_texts_of_plain_decoding(tmp_path: Path) -> None:
-    done = compare(tmp_path, "--runtimes", "edgespec", "--clients", "2")
-    assert not done.returncode, done.stderr
-    assert {name: row.same_text for name, row in rows_in(tmp_path).items()} == {
-        "edgespec default": 1,
-        "edgespec plain": 1,
-    }
-    assert "2 clients at once" in done.stdout

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from edgespec.bench.explain import Costs, balance, changes, threshold
 from edgespec.bench.report import Side
 from edgespec.bench.runner import Measurement
+from edgespec.bench.sweep import Costs, balance, changes, threshold
 from edgespec.control.prices import expected_speedup
 from edgespec.reports import Stats
 
@@ -47,10 +47,10 @@ def test_each_change_alone_reaches_the_goal() -> None:
 
 def test_the_balance_is_exact() -> None:
     """13 tokens: plainly 0.1 s each; with speculation three rounds of 4 tokens, each of 0.2 s."""
-    plain = Side([Measurement(Stats(new_tokens=13, prefill_s=1.0, wall_s=2.2, rounds=12), "d")])
+    plain = Side([Measurement(Stats(new_tokens=13, prefill_s=1.0, wall_s=2.2, rounds=12))])
     counts = {"rounds": 3, "drafted_tokens": 9, "accepted_tokens": 9}
     times = {"prefill_s": 1.0, "wall_s": 1.6, "verify_s": 0.45, "draft_s": 0.09}
-    drafted = Side([Measurement(Stats(new_tokens=13, **counts, **times), "d")])
+    drafted = Side([Measurement(Stats(new_tokens=13, **counts, **times))])
     assert balance(plain, drafted) == (
         "faster: a round emitted 4.00 tokens (100% of 9 draft tokens accepted) in the time of 2.00 plain tokens: "
         "target pass 1.50, drafting 0.30, other 0.20"

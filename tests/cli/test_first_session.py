@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from functools import partial
@@ -12,9 +11,7 @@ import pytest
 
 from command_line import run
 from edgespec.cli.main import _report
-from edgespec.cli.status import waiting
-from edgespec.cli.stdin import line_reader
-from edgespec.cli.terminal import complain, length_note
+from edgespec.cli.terminal import complain, length_note, waiting
 from edgespec.config.options import SETTINGS, GenerateOptions
 from edgespec.reports import Stats
 from tiny_gguf import Shape, write_model
@@ -156,17 +153,6 @@ def test_a_base_model_is_refused_before_it_is_loaded_with_what_works(base_path, 
     assert works.exit_code == 0, works.stderr
 
 
-def test_an_onnx_model_without_a_template_is_refused_before_it_is_loaded(onnx_path, tmp_path):
-    pytest.importorskip("onnxruntime")
-    folder = tmp_path / "base"
-    shutil.copytree(onnx_path.parent, folder)
-    (folder / "chat_template.jinja").unlink()
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings.pop("chat_template", None)
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert "has no chat template" in run("chat", str(folder)).stderr
-
-
 # in the chat
 
 
@@ -183,16 +169,3 @@ def test_a_loaded_conversation_is_shown(model, tmp_path):
 def test_several_words_leave(model, word):
     result = run("chat", *model, stdin=f"{word}\nhello\n")
     assert (result.exit_code, result.stdout) == (0, "")
-
-
-def test_a_dumb_terminal_gets_no_escapes(monkeypatch, capsys):
-    monkeypatch.setattr("edgespec.cli.stdin.is_interactive", lambda: True)
-    monkeypatch.setenv("TERM", "dumb")
-    read_end, write_end = os.pipe()
-    os.write(write_end, b"hello\n")
-    os.close(write_end)
-    with os.fdopen(read_end) as stdin:
-        monkeypatch.setattr("sys.stdin", stdin)
-        assert line_reader([])("> ") == "hello"
-    printed = capsys.readouterr()
-    assert "\x1b" not in printed.out + printed.err

@@ -10,7 +10,7 @@ from time import monotonic
 
 import pytest
 
-from edgespec.cli.interrupt import stops
+from edgespec.cli.terminal import stops
 
 
 @pytest.mark.quiet

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -223,14 +220,6 @@ def test_a_target_that_is_not_here_is_paired_from_the_catalogue():
 
 def test_the_demos_own_draft_needs_no_option():
     assert run("pair", "demo").stdout.splitlines()[-1] == "edgespec chat demo"
-
-
-def test_a_pulled_model_runs_in_a_new_process(tmp_path: Path, home: Path):
-    """What the commands print can be typed."""
-    assert run("add", str(TARGET), "--name", "mine").exit_code == 0
-    command = [sys.executable, "-m", "edgespec", "chat", "mine", "-n", "4", "-q"]
-    done = subprocess.run(command, input="hello\n", capture_output=True, text=True, check=False, env=dict(os.environ))
-    assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
 def test_a_model_goes_by_the_name_of_its_folder(home: Path, tmp_path: Path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -63,12 +62,6 @@ def test_a_gguf_that_is_no_language_model_is_named(folder: Path, metadata: dict[
         assert "base model" not in line and "Download" not in line
 
 
-def test_a_lora_adapter_is_no_draft(folder: Path) -> None:
-    target = write_model(folder / "target.gguf")
-    lora = write_model(folder / "lora.gguf", metadata={"general.type": "adapter"})
-    assert "LoRA adapter" in refused("generate", str(target), "-md", str(lora), "-p", "hi")
-
-
 # Folders
 
 
@@ -96,7 +89,7 @@ def test_a_file_without_its_suffix_is_found(folder: Path, monkeypatch: pytest.Mo
     for given in (f"{folder}/tiny", "downloads/tiny"):
         monkeypatch.chdir(folder.parent)
         line = refused("generate", given, "-p", "hi")
-        assert f"did you mean '{given}.gguf'?" in line and "pull" not in line
+        assert f"did you mean '{given}.gguf'?" in line and "edgespec pull" not in line
     monkeypatch.chdir(folder)
     assert "did you mean 'tiny.gguf'?" in refused("generate", "tiny", "-p", "hi")
     assert "did you mean 'tiny.gguf'?" in refused("generate", "demo", "-md", "tiny", "-p", "hi")
@@ -140,9 +133,9 @@ def test_a_name_may_begin_with_any_letter(folder: Path) -> None:
     [
         (["chat", "demo", "hello"], "edgespec run MODEL 'TEXT' answers one prompt"),
         (["chat", "demo", "-p", "hello"], "edgespec run MODEL 'TEXT' answers one prompt"),
-        (["generate", "-p", "x", "-n", "-2"], "leave it out for an answer of any length"),
+        (["generate", "-p", "x", "-n", "-2"], "must be -1 or a whole number of at least 1"),
         (["generate", "-p", "x", "-c", "-1"], "0 or max is the model's own"),
-        (["generate", "-p", "x", "-t", "0"], "leave it out to use the free fast cores"),
+        (["generate", "-p", "x", "-t", "0"], "must be a whole number of at least 1"),
         (["pull", "demo"], "is already on this machine; run it with: edgespec chat demo"),
     ],
 )
@@ -166,13 +159,6 @@ def test_a_folder_that_cannot_be_converted_is_refused_before_packages_are_asked_
     assert "already holds GGUF files (tiny.gguf)" in refused("export", str(folder))
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("/temp 0.5", "/set temp VALUE"), ("/stat", "/stats")])
-def test_a_slash_command_that_is_none(folder: Path, typed: str, meant: str) -> None:
-    model = write_model(folder / "tiny.gguf")
-    found = run("chat", str(model), stdin=f"{typed}\n")
-    assert f"no such command {typed.split()[0]}; did you mean '{meant}'?" in found.stderr
-
-
 @pytest.mark.parametrize(
     ("variable", "said"),
     [
@@ -189,7 +175,7 @@ def test_an_unknown_variable_names_one_that_is_alike(monkeypatch: pytest.MonkeyP
 def test_a_broken_schema_is_named(folder: Path) -> None:
     file = folder / "answer.json"
     file.write_text('{"type": "object",')
-    assert "answer.json' is not valid JSON" in refused("generate", "-p", "x", "--json-schema", str(file))
+    assert "--json-schema is not valid JSON" in refused("generate", "-p", "x", "--json-schema", str(file))
 
 
 def test_a_byte_order_mark_is_no_part_of_a_file(folder: Path) -> None:
@@ -254,11 +240,3 @@ def test_the_end_of_input_ends_the_line_of_the_prompt(monkeypatch: pytest.Monkey
 def test_a_budget_that_is_too_small_is_to_be_larger() -> None:
     """Freed memory would not help; 8 was meant as GiB."""
     assert refused("generate", "demo", "-p", "x", "--memory", "8").endswith("or a larger --memory")
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGPIPE, which ends a process with 141")
-def test_a_table_that_nobody_reads_to_its_end_leaves_as_other_output_does() -> None:
-    ls = subprocess.Popen([sys.executable, "-m", "edgespec", "ls"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert ls.stdout is not None
-    ls.stdout.close()
-    assert ls.wait() == 141

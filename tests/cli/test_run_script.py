@@ -167,12 +167,6 @@ def test_an_environment_without_pip_is_replaced_only_if_it_is_ours(script, insta
     assert own.exists() and installed == []
 
 
-@pytest.mark.parametrize("content", ["", '{"key": 1}'])
-def test_a_damaged_marker_is_not_ready(script, content):
-    script.MARKER.write_text(content)
-    assert not script.is_ready([])
-
-
 @pytest.mark.parametrize(
     ("output", "fix"),
     [

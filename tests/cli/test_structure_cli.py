@@ -58,14 +58,6 @@ def test_an_answer_that_is_cut_before_its_end_is_an_error(
     assert not output or json.loads(result.stdout)["finish_reason"] == "length"
 
 
-def test_json_that_is_complete_at_the_limit_is_no_error(pair):
-    arguments = ("generate", *pair, "-p", "A table", "--temp", "0", "--json-schema", json.dumps(SCHEMA), "--json")
-    whole = json.loads(run(*arguments).stdout)
-    result = run(*arguments, "-n", str(len(whole["token_ids"]) - 1))  # without its end token
-    assert json.loads(result.stdout)["finish_reason"] == "length" and json.loads(result.stdout)["text"] == whole["text"]
-    assert result.exit_code == 0 and "error" not in result.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -20,7 +20,7 @@ from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.sequence import at_once
 from edgespec.reports import RoundRecord
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from edgespec.types import Draft, Evidence, TokenIds, Verdict, one_hot
 from simulation import (
     CURVES,

@@ -19,8 +19,8 @@ from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
-from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, Verdict
 from lossless import VOCABULARY
@@ -92,7 +92,7 @@ def demo() -> Iterator[edgespec.Model]:
 def test_auto_joins_drafters_of_many_rows_where_a_row_costs_next_to_nothing(
     demo: edgespec.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = demo._pool
+    pool = demo.drafters
     pool.drafter("tree")  # asked for by name before: that changes nothing
     monkeypatch.setitem(pool.costs.__dict__, "curve", CostCurve({1: 1.0, 2: 1.1, 9: 2.6}))
     assert set(pool.names) == {"suffix", "model"}

@@ -302,11 +302,11 @@ def test_loading_runs_no_pass_for_costs_and_an_answer_leaves_what_it_learnt(
     options = edgespec.GenerateOptions(max_tokens=8, ignore_eos=True)
     for is_first in (True, False):
         with edgespec.load(str(target_path), reproducible=False, threads=1) as model:
-            assert model._pool.costs.curve.is_scaled is not is_first
+            assert model.drafters.costs.curve.is_scaled is not is_first
             model.generate("one two one two one two", options=options)
-            assert model._pool.costs.curve.is_scaled
-            assert model.cost_curve.at(8) >= model.cost_curve.at(1) > 0
+            assert model.drafters.costs.curve.is_scaled
+            assert model.drafters.costs.curve.at(8) >= model.drafters.costs.curve.at(1) > 0
     for file in (tmp_path / "cache" / "learnt costs").iterdir():
         file.write_text(text)
     with edgespec.load(str(target_path), reproducible=False, threads=1) as model:
-        assert not model._pool.costs.curve.is_scaled, "a damaged entry is a missing one"
+        assert not model.drafters.costs.curve.is_scaled, "a damaged entry is a missing one"

@@ -18,7 +18,7 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.engines.base import usual_steps
 from edgespec.engines.sequence import at_once
 from edgespec.reports import RoundRecord
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from edgespec.types import Verdict
 from simulation import (
     FLAT,

@@ -17,6 +17,7 @@ from bench_table import table_model
 from edgespec import GenerateOptions, Generation, Model, Result, Sampling
 from edgespec.engines.parked import ParkedStates
 from edgespec.errors import EngineError
+from edgespec.generation.batching import ContinuousBatch
 from edgespec.reports import TokenEvent
 from edgespec.types import Batch, Logits
 from waiting import until
@@ -34,6 +35,14 @@ def model(tmp_path: Path) -> Iterator[Model]:
 def alone(model: Model, prompt: list[int], sampling: Sampling, options: GenerateOptions = OPTIONS) -> Result:
     model.forget()
     return model.generate(prompt, sampling, replace(options, drafter="none"))
+
+
+def finish(batch: ContinuousBatch, *generations: Generation) -> None:
+    """Begin these and run all to their end."""
+    for generation in generations:
+        batch.begin(generation)
+    while batch.num_running:
+        batch.step()
 
 
 def same(found: Result, expected: Result) -> bool:
@@ -72,7 +81,7 @@ def test_all_wait_for_one_pass(model: Model) -> None:
 def test_drafts_of_all_take_one_pass_for_each_token(model: Model, drafter: Any) -> None:
     """The draft model's passes for four answers are about as many as those for one of them."""
     options = replace(OPTIONS, drafter=drafter, draft_length=3)
-    counted = Counting(model.draft_engine)
+    counted = Counting(model.drafters.draft_engine)
     prompts = PROMPTS[:2] + PROMPTS[3:5]
     most_alone = 0
     for prompt in prompts:
@@ -98,8 +107,7 @@ def test_long_prompts_do_not_hold_up_answers(model: Model) -> None:
         batch.begin(short_one, lambda event: events.append(("short", event.position)))
         batch.step()
         batch.begin(long_one, lambda event: events.append(("long", event.position)))
-        while batch.num_running:
-            batch.step()
+        finish(batch)
     before = events.index(("long", len(long)))
     assert 3 <= before < 10, events
 
@@ -111,9 +119,7 @@ def test_a_shared_prefix_is_read_once(model: Model) -> None:
         batch.begin(first)
         while not first.stats.new_tokens:
             batch.step()
-        batch.begin(second)
-        while batch.num_running:
-            batch.step()
+        finish(batch, second)
     assert first.stats.reused_tokens == 0
     assert second.stats.reused_tokens == len(system)
     found = second.result()
@@ -144,17 +150,14 @@ def test_a_text_that_gives_way_to_a_copy_is_parked(tmp_path: Path) -> None:
             return generation
 
         run(other, replace(OPTIONS, max_tokens=2))
-        while batch.num_running:
-            batch.step()
+        finish(batch)
         running = run([*system, 1], OPTIONS)
         while not running.stats.new_tokens:
             batch.step()
         run([*system, 2], replace(OPTIONS, max_tokens=2))
-        while batch.num_running:
-            batch.step()
+        finish(batch)
         again = run([*other, 3], replace(OPTIONS, max_tokens=2))
-        while batch.num_running:
-            batch.step()
+        finish(batch)
     assert again.stats.reused_tokens == len(other)
 
 
@@ -165,10 +168,7 @@ def test_a_failing_pass_ends_its_own_generation_only(model: Model) -> None:
     generations = [model.stream(prompt, Sampling(), OPTIONS) for prompt in prompts]
     Counting(model.target).broken_sequence = 1
     with model.batch() as batch:
-        for generation in generations:
-            batch.begin(generation)
-        while batch.num_running:
-            batch.step()
+        finish(batch, *generations)
     assert isinstance(generations[1].failure, EngineError)
     assert same(generations[0].result(), expected[0]) and same(generations[2].result(), expected[2])
 
@@ -178,7 +178,7 @@ def test_a_failing_draft_is_left_out_of_its_own_generation_only(model: Model, dr
     prompts = [[1, 2], [3, 4], [5, 6]]
     expected = [alone(model, prompt, Sampling()) for prompt in prompts]
     model.forget()
-    Counting(model.draft_engine).broken_sequence = 1
+    Counting(model.drafters.draft_engine).broken_sequence = 1
     found = model.generate_all(prompts, Sampling(), replace(OPTIONS, drafter=drafter, draft_length=3))
     assert all(map(same, found, expected))
     assert [any("broken" in note for note in result.stats.notes) for result in found] == [False, True, False]
@@ -191,15 +191,14 @@ def test_a_generation_that_is_cancelled_while_it_drafts_leaves_the_others_alone(
     model.forget()
     options = replace(OPTIONS, drafter="model", draft_length=6)
     generations = [model.stream(prompt, Sampling(), options) for prompt in prompts]
-    counted = Counting(model.draft_engine)
+    counted = Counting(model.drafters.draft_engine)
     with model.batch() as batch:
         for generation in generations:
             batch.begin(generation)
         while len(counted.widths) < 9:  # in the midst of a draft
             batch.step()
         generations[1].cancel()
-        while batch.num_running:
-            batch.step()
+        finish(batch)
     assert generations[1].finish_reason == "cancelled"
     assert same(generations[0].result(), expected[0]) and same(generations[2].result(), expected[2])
     assert same(model.generate(prompts[1], Sampling(), options), expected[1])  # its place is as good as before
@@ -212,15 +211,14 @@ def test_a_draft_model_that_is_released_in_the_midst_of_drafts_changes_no_text(m
     model.forget()
     options = replace(OPTIONS, drafter="model", draft_length=6)
     generations = [model.stream(prompt, Sampling(), options) for prompt in prompts]
-    counted = Counting(model.draft_engine)
+    counted = Counting(model.drafters.draft_engine)
     with model.batch() as batch:
         for generation in generations:
             batch.begin(generation)
         while len(counted.widths) < 9:
             batch.step()
         model._executor._drop_models()
-        while batch.num_running:
-            batch.step()
+        finish(batch)
     assert all(map(same, [generation.result() for generation in generations], expected))
 
 
@@ -293,9 +291,7 @@ def test_an_interrupt_between_two_answers_of_one_pass_spoils_neither_cache(
 
     with pytest.raises(KeyboardInterrupt), model.batch() as batch:
         batch.begin(first, interrupted)
-        batch.begin(second)
-        while batch.num_running:
-            batch.step()
+        finish(batch, second)
     for slot in model._executor.slots.all:
         assert model.target.length(slot.sequence.sequence) == slot.sequence.length
     begun = [prompt + list(result.token_ids[:9]) for prompt, result in zip(prompts, expected, strict=True)]
@@ -347,8 +343,7 @@ def test_who_reads_a_generation_that_a_batch_runs_leaves_the_model_free(model: M
         batch.begin(generation)
         reader.start()
         until(lambda: model._executor.turn.num_queued == 2)  # it waits behind the batch
-        while batch.num_running:
-            batch.step()
+        finish(batch)
     reader.join(10)
     assert found == ["length"]
     assert len(model.generate([1, 2], options=GenerateOptions(max_tokens=2, max_wait_s=0)).token_ids) == 2

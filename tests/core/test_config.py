@@ -118,7 +118,7 @@ def test_a_file_that_is_no_text_or_missing(tmp_path):
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
-        ("EDGESPEC_TMEP", "1", "EDGESPEC_TMEP; did you mean 'TEMP'"),
+        ("EDGESPEC_TMEP", "1", "EDGESPEC_TMEP; did you mean 'EDGESPEC_TEMP'"),
         ("EDGESPEC_TEMP", "warm", "EDGESPEC_TEMP must be a number from 0 to 100, got 'warm'"),
         ("EDGESPEC_THREADS", "two", "EDGESPEC_THREADS must be a whole number of at least 1, got 'two'"),
         ("EDGESPEC_IGNORE_EOS", "maybe", "EDGESPEC_IGNORE_EOS must be True or False"),

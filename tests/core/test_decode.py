@@ -19,8 +19,8 @@ from edgespec.generation import run_state
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.reports import RoundRecord
-from edgespec.sampling import NoTokenLeft, Sampler
 from edgespec.sampling.acceptance import RULES, Rule, coupled
+from edgespec.sampling.sampler import NoTokenLeft, Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import TokenIds, Verdict
 from table_engine import Struck, TableEngine

@@ -19,10 +19,10 @@ from edgespec.errors import EngineError
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.reports import TokenEvent
-from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import coupled
 from edgespec.sampling.constraint.grammar import Grammar
 from edgespec.sampling.constraint.state import Constraints
+from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from laws import MAKERS, VOCABULARY
 from table_engine import TableEngine
@@ -105,7 +105,6 @@ def test_speculation_changes_no_event(name: str) -> None:
         drafter, constraints = MAKERS[name](target), Constraints()
         cached, other = CachedSequence(target), CachedSequence(target, 1)
         cached.keep_features(drafter.wants_features)
-        cached.keep_layer_inputs(drafter.wants_layers)
         controller, text = FixedLength(drafter, rng.choice([1, 3, 20])), list[int]()
         for _ in range(3):  # turns, which may go on from any part of the text
             text = text[: rng.randrange(len(text) + 1)] + rng.choices(range(VOCABULARY), k=rng.choice([1, 2, 10]))

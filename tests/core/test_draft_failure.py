@@ -20,7 +20,7 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import EngineError
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from edgespec.types import Batch, Logits, TokenIds
 from table_engine import Struck, TableEngine
 from tiny_heads import LAYERS, OpenHead, drafter_of, random_heads
@@ -105,7 +105,7 @@ def test_an_eagle3_head_reads_its_pairs_again_after_a_failure() -> None:
 
     def ask(text: TokenIds) -> int:
         features = np.ones((text.size - 1, len(LAYERS) * VOCABULARY), np.float32)
-        return drafter.draft(DraftRequest(text, 4, sampler, layer_inputs=features)).num_tokens
+        return drafter.draft(DraftRequest(text, 4, sampler, features=features)).num_tokens
 
     ask(text[:14])
     decode, calls = head.decode, iter(range(9))
@@ -139,7 +139,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Model]:
 
 def breaking(model: Model, action: Callable[[Logits], Logits], times: int = 10**9) -> None:
     """Let the draft model's next passes, but the first four, go through `action`."""
-    engine = model.draft_engine
+    engine = model.drafters.draft_engine
     assert engine is not None
     forward, calls = engine.forward, iter(range(10**9))
 
@@ -157,7 +157,7 @@ def failing(logits: Logits) -> Logits:
 @pytest.mark.parametrize("action", [failing, lambda logits: np.full_like(logits, np.nan)], ids=["fails", "nan"])
 def test_an_answer_continues_without_a_failed_draft(model: Model, action: Callable[[Logits], Logits]) -> None:
     options = GenerateOptions(max_tokens=150, ignore_eos=True)
-    for cost in model.draft_costs.values():  # by the guess, a draft as large as its target would not be asked
+    for cost in model.drafters.costs.drafts.values():  # by the guess, a draft as large as its target would not be asked
         cost.token_s, cost.read_s, cost.is_relative = 1e-6, 1e-7, False
     plain = model.generate("abc", Sampling(seed=1), GenerateOptions(max_tokens=150, ignore_eos=True, drafter="none"))
     model.forget()

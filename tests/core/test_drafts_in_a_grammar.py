@@ -17,10 +17,10 @@ from edgespec.engines.head import Confidences, States
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
-from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.constraint.grammar import Grammar
 from edgespec.sampling.constraint.state import Constraints
+from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Logits, TokenIds
 from table_engine import TableEngine
@@ -37,7 +37,8 @@ def written(
     target.rollback(0)
     constraint = Constraints().of(Grammar("regex", regex), target.vocabulary, PROMPT.size)
     sequence = CachedSequence(target, 0)
-    sequence.keep_layer_inputs(LAYERS)
+    target.state_layers = LAYERS
+    sequence.keep_features(True)
     sampler = Sampler(sampling, target.vocabulary.size, constraint)
     run = Run(sequence, PROMPT, sampler, StopRules(target.vocabulary.end_ids, (), 60))
     rule = RULES["coupled"]

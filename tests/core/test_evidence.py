@@ -9,7 +9,7 @@ import pytest
 
 from edgespec.config.options import Sampling
 from edgespec.drafters.growth import evidence_of
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from edgespec.types import Distribution
 
 

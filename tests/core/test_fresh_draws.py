@@ -21,9 +21,9 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import speculative
 from edgespec.generation.run_state import Run
 from edgespec.reports import Stats
-from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.noise import Noise, Stream
+from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import TokenIds
 from lossless import PLAIN, VOCABULARY

@@ -66,7 +66,7 @@ def test_a_model_whose_file_was_replaced_answers_and_keeps_what_it_learnt_under_
         (tmp_path / "new").write_bytes(b"another version")
         (tmp_path / "new").replace(path)
         assert model.generate("Hello", options=options).stats.new_tokens == 24
-        assert model.cost_curve.at(1) > 0
+        assert model.drafters.costs.curve.at(1) > 0
     with edgespec.load(target_path, threads=1, reproducible=False) as model:
         path.unlink()
         assert model.generate("Hello", options=options).stats.new_tokens == 24

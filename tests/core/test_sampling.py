@@ -9,8 +9,8 @@ import pytest
 
 from edgespec.config.options import Sampling
 from edgespec.errors import SamplingError
-from edgespec.sampling import Sampler, top_ids
 from edgespec.sampling.noise import Noise, Stream
+from edgespec.sampling.sampler import Sampler, top_ids
 from edgespec.types import Distribution
 
 NO_HISTORY = np.empty(0, np.int32)

@@ -74,7 +74,7 @@ def test_speculation_changes_neither_tokens_nor_log_probabilities(demo: Model, t
     ids, sampling = prompt(demo, "a thing"), Sampling(temperature=temperature, seed=4)
     plain = demo.generate(ids, sampling, GenerateOptions(max_tokens=MOST, drafter="none", json_schema=schema))
     jsonschema.validate(json.loads(plain.text), schema)
-    names = [*(each for each in ("ngram", "model", "tree", "medusa", "eagle") if each in demo.drafter_names), "auto"]
+    names = [*(each for each in ("ngram", "model", "tree", "medusa", "eagle") if each in demo.drafters.names), "auto"]
     for drafter, length in itertools.product(names, (3, "auto")):
         options = GenerateOptions(max_tokens=MOST, drafter=drafter, draft_length=length, json_schema=schema)
         found = demo.generate(ids, sampling, options)

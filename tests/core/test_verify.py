@@ -11,9 +11,9 @@ import pytest
 
 from edgespec.config.options import Sampling
 from edgespec.errors import CapabilityError
-from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import block, coupled, rejection, residual, typical
 from edgespec.sampling.noise import Stream
+from edgespec.sampling.sampler import Sampler
 from edgespec.types import Distribution, Draft, Verdict
 from exact import Enumerator, Law, Prefix, assert_same_law, outcomes, random_law
 

@@ -28,8 +28,8 @@ from edgespec.generation.run_state import Run
 from edgespec.loading.drafts import find_aim, rank
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.plan import planned
-from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch
 from lossless import assert_same_text, assert_several_draft_apart, assert_window_changes_no_text
@@ -83,10 +83,10 @@ def test_a_text_longer_than_the_heads_window_stays_the_same(target_path: Path, h
 
 
 def test_auto_takes_the_head_as_the_pairs_draft(pair: edgespec.Model) -> None:
-    assert pair.draft_name == "dflash"
-    drafter = pair._pool.drafter("dflash")
+    assert pair.drafters.draft_name == "dflash"
+    drafter = pair.drafters.drafter("dflash")
     assert isinstance(drafter, DFlashDrafter) and drafter.costs_once
-    assert pair.drafter_bytes > drafter.bytes_used > 100_000
+    assert drafter.bytes_used > 100_000
 
 
 def repeating(folder: Path, from_anchor: bool | None) -> tuple[Path, Path]:
@@ -134,19 +134,18 @@ def test_after_many_rejected_drafts_the_head_knows_the_text_and_nothing_else(
     load = {"threads": TEST_THREADS, "context_length": 256, "reproducible": True}
     with LlamaCppEngine.load(target_path, **load) as target, target.load_head(head_path) as head:
         drafter, cached = DFlashDrafter(head, WINDOW), CachedSequence(target)
-        cached.keep_layer_inputs(drafter.wants_layers)
+        cached.keep_features(True)
         prompt, stop = np.arange(40, 60, dtype=np.int32), StopRules(frozenset(), (), 60)
         run = Run(cached, prompt, Sampler(Sampling(temperature=0.8, seed=5), NUM_TOKENS), stop, logprobs=False)
         events = list(speculative(run, FixedLength(drafter, 5), RULES["coupled"]))
         assert run.stats.drafted_tokens - run.stats.accepted_tokens > 100
         text = np.array([*prompt, *(event.token_id for event in events)], np.int32)[: head.end]
-        cached.keep_layer_inputs(())
         target.rollback(0)
-        target.give_layer_inputs(head.facts.layers)
+        target.give_hidden_states(True)
         parts = []
         for part in (text[:40], text[40:]):
             target.forward(Batch.chain(part, last_only=True))
-            parts.append(target.layer_inputs())
+            parts.append(target.hidden_states())
         found = head.block(7)[0].copy()
         head.restart(0)
         head.inject(np.concatenate(parts))

@@ -11,9 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from demo import DEMO
-from edgespec.engines.file_heads import NEVER, silu
 from edgespec.engines.head import States
-from edgespec.engines.onnx.eagle import EagleHead, load_eagle
+from edgespec.engines.onnx.file_heads import NEVER, EagleHead, load_eagle
 from edgespec.errors import BatchError, CapabilityError
 from edgespec.formats.head_file import HeadFile, HeadManifest, Table, read_head_file
 from edgespec.kernels.library import library_path
@@ -58,6 +57,11 @@ def heads(request: pytest.FixtureRequest) -> HeadFile:
 
 def opened(heads: HeadFile) -> EagleHead:
     return load_eagle(heads, LetterVocabulary(heads.manifest.vocabulary_size), heads.manifest.layers, threads=1)
+
+
+def silu(x: States) -> States:
+    found: States = x / (1 + np.exp(-x))
+    return found
 
 
 def normed(x: States, weight: States, epsilon: float) -> States:

@@ -66,7 +66,7 @@ def edgespec_tensors() -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_text_is_that_of_the_target_alone(temperature: float) -> None:
     with edgespec.load("demo", exit_layer=LAYERS, threads=TEST_THREADS) as model:
-        drafter = model._pool.drafters["early-exit"]
+        drafter = model.drafters.drafters["early-exit"]
         assert isinstance(drafter, EarlyExitDrafter)
         assert 0 < drafter.bytes_used < model.target.facts.kv_bytes_per_token * model.target.facts.context_length
         options = GenerateOptions(max_tokens=48, drafter="none", ignore_eos=True)
@@ -82,8 +82,8 @@ def test_text_is_that_of_the_target_alone(temperature: float) -> None:
 def test_an_exit_is_the_small_model_of_a_hierarchy() -> None:
     medium = DEMO / "demo-medium-q8_0.gguf"
     with edgespec.load(TARGET, medium=medium, exit_layer=LAYERS, threads=TEST_THREADS) as model:
-        drafter = model._pool.drafters["hierarchical"]
-        assert isinstance(drafter, HierarchicalDrafter) and drafter._small is model._pool.drafters["early-exit"]
+        drafter = model.drafters.drafters["hierarchical"]
+        assert isinstance(drafter, HierarchicalDrafter) and drafter._small is model.drafters.drafters["early-exit"]
         sampling, options = (
             Sampling(temperature=0.8, seed=3),
             GenerateOptions(max_tokens=40, drafter="none", ignore_eos=True),

@@ -239,7 +239,7 @@ def test_a_head_beside_the_file_that_is_named_for_it_is_found(tmp_path: Path) ->
     found = resolve_pair(LoadOptions(str(target), **given))
     assert found.draft == head
     with edgespec.load(target, threads=1, **given) as model:
-        assert "mtp" in model.drafter_names
+        assert "mtp" in model.drafters.names
         drafted = model.generate(PROMPT, Sampling(temperature=0), GenerateOptions(max_tokens=12, drafter="mtp"))
         assert drafted.stats.drafted_tokens
     for off in ({"drafter": "none"}, {"drafter": "ngram"}, {"heads": DEMO / "heads" / "eagle.npz"}):

@@ -21,8 +21,8 @@ from edgespec.errors import Cancelled
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.reports import TokenEvent
-from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, TokenIds
 from table_engine import TableEngine
@@ -47,7 +47,7 @@ def ask(drafter: HeadDrafter, text: TokenIds, told: int, most: int) -> Draft:
     """Draft behind `text` with the features of its last `told` tokens but the pending one."""
     sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
     features = features_of(text[:-1])[-told:] if told else np.zeros((0, 2 * VOCABULARY), np.float32)
-    return drafter.draft(DraftRequest(text, most, sampler, layer_inputs=features))
+    return drafter.draft(DraftRequest(text, most, sampler, features=features))
 
 
 @both
@@ -116,7 +116,7 @@ def test_a_draft_ends_behind_an_end_token_and_where_it_is_told_to(drafts, opens)
     text = np.arange(5, dtype=np.int32)
     drafter = drafts(opens(64), max_features=8)
     sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
-    request = DraftRequest(text, 9, sampler, layer_inputs=features_of(text[:-1]))
+    request = DraftRequest(text, 9, sampler, features=features_of(text[:-1]))
     whole = drafter.draft(request)
     assert (
         whole.num_tokens == (5 if opens is OpenBlock else 9)
@@ -130,7 +130,7 @@ def test_a_draft_ends_behind_an_end_token_and_where_it_is_told_to(drafts, opens)
         assert len(evidence) == 3
         return num_drafted < 2
 
-    told = drafter.draft(DraftRequest(text, 9, sampler, should_continue=two, layer_inputs=request.layer_inputs))
+    told = drafter.draft(DraftRequest(text, 9, sampler, should_continue=two, features=request.features))
     assert heard == [1, 2] and told.token_ids.tolist() == whole.token_ids[:2].tolist()
     third = int(whole.token_ids[2])
     ending = drafts(opens(64, frozenset({third})), max_features=8)
@@ -151,7 +151,8 @@ def test_the_heads_own_confidence_joins_the_evidence() -> None:
 def run_once(
     cached: CachedSequence, drafter: HeadDrafter | None, rule: str, sampling: Sampling, count: int, length: int = 3
 ) -> list[TokenEvent]:
-    cached.keep_layer_inputs(() if drafter is None else drafter.wants_layers)
+    cached.engine.state_layers = LAYERS
+    cached.keep_features(drafter is not None)
     sampler = Sampler(sampling, VOCABULARY)
     run = Run(cached, np.array([0, 1], np.int32), sampler, StopRules(frozenset(), (), count), logprobs=False)
     if drafter is None:

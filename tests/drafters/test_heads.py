@@ -11,23 +11,20 @@ import struct
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import numpy as np
 import pytest
-from threadpoolctl import threadpool_info, threadpool_limits
 
 import edgespec
 from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import DraftRequest
-from edgespec.engines.file_heads import one_blas_thread
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
 from edgespec.formats.head_file import read_head_file, write_head_file
 from edgespec.formats.manifest import read_pair
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from head_tables import KINDS, VOCABULARY, request, table, with_features
 from lossless import GREEDY, PLAIN, PROMPTS, run_once
 from table_engine import TableEngine
@@ -281,7 +278,7 @@ def test_auto_knows_the_heads_and_stays_exact(tiny_path: Path, tmp_path: Path) -
     with LlamaCppEngine.load(tiny_path, threads=TEST_THREADS, context_length=64) as engine:
         path = write(random_heads("medusa", engine, 64), tmp_path / "heads.npz")
     with edgespec.load(str(tiny_path), heads=path, threads=TEST_THREADS, context_length=128) as model:
-        assert model.drafter_bytes > 0
+        assert sum(each.bytes_used for each in model.drafters.drafters.values()) > 0
         texts = {
             model.generate("hello there", PLAIN, GenerateOptions(max_tokens=80, drafter=name)).token_ids
             for name in ("none", "auto", "medusa", "ngram")
@@ -309,8 +306,8 @@ def with_little_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_auto_leaves_a_pairs_own_heads_alone_beside_its_draft_model(with_little_heads: Path) -> None:
     options = {"engine": "llamacpp", "reproducible": True, "threads": TEST_THREADS}
     with edgespec.load(str(with_little_heads), **options) as model:
-        assert "model" in model.drafter_names
-        assert not {"eagle", "medusa"} & set(model.drafter_names)
+        assert "model" in model.drafters.names
+        assert not {"eagle", "medusa"} & set(model.drafters.names)
     with edgespec.load(str(with_little_heads), drafter="eagle", **options) as model:
         assert_same_text(model, ("eagle", "auto", "none"))
 
@@ -324,7 +321,7 @@ def test_demo_text_does_not_depend_on_heads_beside_the_draft_model(engine: str, 
     if engine == "onnx":
         pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
     with edgespec.load("demo", engine=engine, heads=own[kind].path, reproducible=True, threads=TEST_THREADS) as model:
-        assert {"model", kind} <= set(model.drafter_names)
+        assert {"model", kind} <= set(model.drafters.names)
         assert_same_text(model, ("auto", kind, "model", "auto"))
 
 
@@ -408,24 +405,3 @@ def test_heads_read_the_inputs_of_their_layers_among_those_given() -> None:
     expected[:, 0] += 0.5 * third[:, 0] / np.sqrt((third**2).mean(1))
     expected[:, 1] += 0.5 * seventh[:, 0] / np.sqrt((seventh**2).mean(1))
     np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_drafts_in_two_threads_give_blas_its_threads_back() -> None:
-    def threads() -> list[int]:
-        return [each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"]
-
-    inside, leave = Event(), Event()
-
-    def draft() -> None:
-        with one_blas_thread():
-            inside.set()
-            leave.wait(10)
-
-    other = Thread(target=draft)
-    with threadpool_limits(2, "blas"):
-        with one_blas_thread():
-            other.start()
-            assert inside.wait(10) and set(threads()) <= {1}
-        leave.set()
-        other.join()
-        assert set(threads()) <= {2}

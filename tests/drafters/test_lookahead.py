@@ -13,8 +13,8 @@ from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import speculative
 from edgespec.generation.run_state import Run
-from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import coupled
+from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, TokenIds, Verdict
 from lossless import GREEDY, PLAIN, VOCABULARY, run_once

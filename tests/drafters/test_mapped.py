@@ -16,7 +16,7 @@ from edgespec.drafters.mapped import LACKS, MappedSequence, VocabularyMap, map_v
 from edgespec.drafters.model import ModelDrafter
 from edgespec.errors import Cancelled, PromptError, VocabularyMismatch
 from edgespec.loading.drafts import LEAST_OVERLAP
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from edgespec.vocabulary import Vocabulary
 from laws import ALPHA_1E6
 from lossless import score_of_pairs

@@ -180,7 +180,7 @@ def test_bad_pairs_are_refused(head: DraftHead) -> None:
 def test_drafts_change_no_text(engine_name: EngineName, model_path: Path, temperature: float) -> None:
     options = GenerateOptions(max_tokens=40, ignore_eos=True, logprobs=True)
     with edgespec.load(model_path, threads=1, engine=engine_name) as model:
-        assert "mtp" in model.drafter_names and model.target.facts.name == engine_name
+        assert "mtp" in model.drafters.names and model.target.facts.name == engine_name
         for seed in range(3):
             sampling = Sampling(temperature=temperature, seed=seed)
             plain = model.generate(PROMPT, sampling, replace(options, drafter="none"))
@@ -226,7 +226,7 @@ def test_the_layer_in_a_file_of_its_own_drafts_the_same(model_path: Path, alone_
         own = model.generate(PROMPT, Sampling(temperature=0), options)
     for target in (without, model_path):
         with edgespec.load(target, draft=alone_path, threads=1) as model:
-            assert "mtp" in model.drafter_names
+            assert "mtp" in model.drafters.names
             found = model.generate(PROMPT, Sampling(temperature=0), options)
             plain = model.generate(PROMPT, Sampling(temperature=0), replace(options, drafter="none"))
         assert found.token_ids == own.token_ids == plain.token_ids

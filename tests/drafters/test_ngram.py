@@ -10,7 +10,7 @@ import pytest
 from edgespec.config.options import Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.ngram import FollowedText, NgramDrafter
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from edgespec.types import Draft, TokenIds, Verdict
 
 SAMPLER = Sampler(Sampling(), 100)

@@ -14,7 +14,7 @@ from edgespec.config.values import DrafterName, DraftLength
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.predicted import PREDICTION, PredictedDrafter
 from edgespec.errors import ConfigError
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 
 SAMPLER = Sampler(Sampling(temperature=0), 100)
 PROMPT = [50, 51, 1, 2]  # whose end is not the beginning of the answer

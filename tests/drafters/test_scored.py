@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.engines.file_heads import FIRST_ROOM, ScoredTokens
+from edgespec.engines.onnx.file_heads import FIRST_ROOM, ScoredTokens
 from edgespec.errors import ModelFileError
 from edgespec.formats.head_file import HeadFile, HeadManifest, read_head_file, write_head_file
 from head_tables import KINDS, VOCABULARY, request, table, with_features

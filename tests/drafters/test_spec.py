@@ -35,7 +35,7 @@ def test_a_drafter_is_what_its_line_says(engine: str, asked: str) -> None:
             pytest.skip("first layers draft on the kernels alone")
         engine, options = "auto", {"exit_layer": 4}
     with edgespec.load("demo", engine=engine, drafter=asked, **options) as model:
-        pool = model._pool
+        pool = model.drafters
         for name, spec in SPECS.items():
             if not pool._can_have(name):
                 with pytest.raises(CapabilityError, match=f"drafter '{name}' needs {spec.needs[-1].what}, but 'demo'"):
@@ -47,7 +47,7 @@ def test_a_drafter_is_what_its_line_says(engine: str, asked: str) -> None:
             assert (drafter.engine is not None) == (spec.owns == "engine")
             assert drafter.wants_features == (HEADS in spec.needs)
         assert asked == "auto" or asked in pool.drafters
-        assert model.draft_name in (None, *(name for name, spec in SPECS.items() if spec.is_pairs_draft))
+        assert model.drafters.draft_name in (None, *(name for name, spec in SPECS.items() if spec.is_pairs_draft))
 
 
 def test_what_was_left_closed_says_how_to_open_it() -> None:

@@ -12,7 +12,7 @@ from edgespec.config.options import Sampling
 from edgespec.corpus.index import SuffixIndex, joined
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.suffix import SuffixAutomaton, SuffixDrafter
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 
 
 def longest_earlier_suffix(ids: list[int]) -> int:

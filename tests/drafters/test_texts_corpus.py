@@ -13,8 +13,7 @@ import pytest
 
 from damage import damaged
 from edgespec.corpus.index import joined, sorted_places
-from edgespec.corpus.store import texts_folder, vocabulary_key
-from edgespec.corpus.texts import Corpus, Documents
+from edgespec.corpus.texts import Corpus, Documents, texts_folder, vocabulary_key
 from edgespec.errors import ConfigError, StateError
 from table_engine import LetterVocabulary
 from waiting import until

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from damage import damaged
-from edgespec.corpus.store import MAX_ANSWER_TOKENS, LearntTexts
+from edgespec.corpus.texts import MAX_ANSWER_TOKENS, LearntTexts
 
 SIZE = 1000
 

@@ -22,8 +22,8 @@ from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.kernels.library import library_path
 from edgespec.reports import RoundRecord
-from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import coupled
+from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch, Draft, Logits
 from lossless import DEMO, PLAIN, PROMPTS, VOCABULARY, run_once, side_branches

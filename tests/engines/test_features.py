@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from table_engine import TableEngine
 
 Load = Callable[..., Engine]
 IDS = (np.arange(300) * 7 % 250).astype(np.int32)
-ROWS = ((0, 40, 3), (1, 90, 1), (2, 200, 5))  # of a shared pass: sequence, first token, number of rows
 
 
 def load_onnx(path: Path, **options: bool) -> Engine:
@@ -78,7 +78,7 @@ def test_states_of_a_branch_follow_the_branch(target_path: Path) -> None:
     tree = Draft(
         np.array([9, IDS[11], 9, IDS[12]], np.int32), np.array([-1, -1, 0, 1], np.int32), np.ones(4, np.float32)
     )
-    with LlamaCppEngine.load(target_path, threads=TEST_THREADS, context_length=512, reproducible=True) as engine:
+    with LlamaCppEngine.load(target_path, threads=TEST_THREADS, context_length=512, reproducible=False) as engine:
         straight = CachedSequence(engine)
         straight.keep_features(True)
         straight.feed(IDS[:13])
@@ -167,7 +167,13 @@ def test_an_engine_says_when_it_has_none(target_path: Path, onnx_path: Path) -> 
 def load_with_layers(path: Path, layers: tuple[int, ...]) -> Engine:
     if path.suffix != ".gguf":
         return load_onnx(path, state_layers=layers)  # type: ignore[arg-type]
-    return LlamaCppEngine.load(path, threads=TEST_THREADS, context_length=512, reproducible=False, state_layers=layers)
+    return load_gguf(path, state_layers=layers)
+
+
+def load_gguf(path: Path, **options: Any) -> LlamaCppEngine:
+    return LlamaCppEngine.load(
+        path, **{"threads": TEST_THREADS, "context_length": 512, "reproducible": False} | options
+    )
 
 
 def states_of(engine: Engine, count: int = 24) -> np.ndarray:
@@ -203,61 +209,38 @@ def test_layers_that_a_model_lacks_are_refused(target_path: Path, onnx_path: Pat
 
 
 def test_an_eagle3_head_and_other_layers_exclude_each_other(target_path: Path) -> None:
-    with load_with_layers(target_path, (1,)) as engine:
-        engine.give_layer_inputs(())
-        with pytest.raises(CapabilityError, match="leave one out"):
-            engine.give_layer_inputs((2,))
+    with load_gguf(target_path, hidden_states=True) as engine, pytest.raises(CapabilityError, match="leave one out"):
+        engine.read_layers_alone((2,))
 
 
 @pytest.mark.parametrize("reproducible", [True, False])
-@pytest.mark.parametrize("layers", [(), (0, 5)])
-@pytest.mark.parametrize("name", ["target_path", "onnx_path"])
-def test_rows_of_a_shared_pass_have_the_states_that_they_have_alone(
-    name: str, layers: tuple[int, ...], reproducible: bool, request: pytest.FixtureRequest
+@pytest.mark.parametrize(
+    ("name", "layers", "rows"),
+    [
+        ("target_path", (), (3, 1, 5)),
+        ("target_path", (0, 5), (3, 1, 5)),
+        ("onnx_path", (), (1, 3, 1)),
+        *(("onnx_path", (0, 5), rows) for rows in ((1, 1, 1), (2, 1, 1), (4, 2, 3))),
+    ],
+)
+def test_rows_of_several_texts_have_the_states_that_they_have_alone(
+    name: str, layers: tuple[int, ...], rows: tuple[int, ...], reproducible: bool, request: pytest.FixtureRequest
 ) -> None:
-    """Of texts of unequal lengths, with unequal numbers of rows; by bits in reproducible mode."""
-    path, options = request.getfixturevalue(name), {"max_sequences": 3, "reproducible": reproducible}
-    if name == "onnx_path":
-        engine = load_onnx(path, state_layers=layers, **options)  # type: ignore[arg-type]
-    else:
-        engine = LlamaCppEngine.load(path, threads=TEST_THREADS, context_length=256, state_layers=layers, **options)
-    parts = [Batch.chain(IDS[first : first + rows], sequence=sequence) for sequence, first, rows in ROWS]
-    with engine:
-        if not engine.facts.can_pack:
-            pytest.skip("passes in turn: this engine packs nothing in reproducible mode")
-        alone = []
-        engine.give_hidden_states(True)
-        for sequence, first, _ in ROWS:
-            engine.forward(Batch.chain(IDS[first - 10 * (sequence + 1) : first], sequence=sequence))
-        for part in parts:
-            length = engine.length(int(part.sequences[0]))
-            engine.forward(part)
-            alone.append(engine.hidden_states().copy())
-            engine.rollback(length, int(part.sequences[0]))
-        engine.forward(packed(parts))
-        found, expected = engine.hidden_states(), np.concatenate(alone)
-        if reproducible:
-            np.testing.assert_array_equal(found, expected)
-        np.testing.assert_allclose(found, expected, atol=0.05 * expected.std())
-
-
-@pytest.mark.parametrize("reproducible", [True, False])
-@pytest.mark.parametrize("rows", [(1, 1, 1), (1, 3, 1), (2, 1, 1), (4, 2, 3)])
-def test_rows_of_caches_of_their_own_have_the_states_that_they_have_alone(
-    onnx_path: Path, rows: tuple[int, ...], reproducible: bool
-) -> None:
-    """Each has a pass of its own; states come in the order of the batch."""
-    options = {"max_sequences": 3, "reproducible": reproducible}
-    with load_onnx(onnx_path, state_layers=(0, 5), **options) as engine:  # type: ignore[arg-type]
+    """Of texts of unequal lengths, in a shared pass or in one each; by bits in reproducible mode."""
+    options: dict[str, Any] = {"max_sequences": 3, "reproducible": reproducible, "state_layers": layers}
+    path = request.getfixturevalue(name)
+    with load_onnx(path, **options) if name == "onnx_path" else load_gguf(path, **options) as engine:
         engine.give_hidden_states(True)
         parts, alone = [], []
         for sequence, count in enumerate(rows):
-            first = 12 * sequence
-            engine.forward(Batch.chain(IDS[first : first + 7], sequence=sequence))
-            parts.append(Batch.chain(IDS[first + 7 : first + 7 + count], sequence=sequence))
+            first, read = 90 * sequence, 10 * (sequence + 1)
+            engine.forward(Batch.chain(IDS[first : first + read], sequence=sequence))
+            parts.append(Batch.chain(IDS[first + read : first + read + count], sequence=sequence))
             engine.forward(parts[-1])
             alone.append(engine.hidden_states().copy())
-            engine.rollback(7, sequence)
+            engine.rollback(read, sequence)
+        if name == "target_path" and not engine.facts.can_pack:
+            pytest.skip("passes in turn: this engine packs nothing in reproducible mode")
         engine.forward(packed(parts))
         found, expected = engine.hidden_states(), np.concatenate(alone)
         assert found.shape == expected.shape

@@ -73,7 +73,7 @@ def test_a_model_in_several_files_is_the_model(engine, tmp_path):
 def test_a_row_has_the_same_bits_in_passes_of_all_widths(engine):
     ids = np.random.default_rng(3).integers(0, engine.vocabulary.size, 300).tolist()
     wanted = scored(engine, ids, 63)
-    assert engine.facts.pinned_class == (1, engine.facts.max_batch) and not engine.class_key
+    assert engine.facts.pinned_class == (1, engine.facts.max_batch) and not engine.facts.class_key
     for step in (1, 2, 3, 5, 8, 13, 21, 42, 64, 100, 128, 300):
         assert np.array_equal(scored(engine, ids, step).view(np.uint32), wanted.view(np.uint32)), step
 

@@ -12,14 +12,13 @@ import pytest
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.cached_text import PROMPT_END
-from edgespec.engines.checkpoints import MOST_CHECKPOINTS
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.model_use import ModelUse
+from edgespec.engines.model_use import MOST_CHECKPOINTS, ModelUse
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint
 from edgespec.engines.onnx.hybrid_engine import LOG, HybridEngine
 from edgespec.engines.onnx.kernel_head import load_drafter
+from edgespec.engines.sequence import PROMPT_END
 from edgespec.errors import BatchError, Cancelled, CapabilityError, StateError
 from edgespec.installation import has_engine
 from edgespec.kernels.library import library_path
@@ -275,11 +274,11 @@ def test_a_layer_that_predicts_further_tokens_changes_no_bit(tmp_path: Path) -> 
     with opened(plain) as one, opened(both) as other:
         assert np.array_equal(chained(one, ids_of(20)), chained(other, ids_of(20)))
     with edgespec.load(both, threads=1) as model:
-        assert model.target.facts.name == "onnx" and "mtp" in model.drafter_names
+        assert model.target.facts.name == "onnx" and "mtp" in model.drafters.names
     odd = {"blk.4.nextn.other.weight": np.ones(3, np.float32)}
     unknown = write_qwen35(tmp_path / "unknown.gguf", has_mtp=True, tensors=odd)
     with edgespec.load(unknown, threads=1) as model:
-        assert model.target.facts.name == "onnx" and "mtp" not in model.drafter_names
+        assert model.target.facts.name == "onnx" and "mtp" not in model.drafters.names
 
 
 @pytest.mark.parametrize(

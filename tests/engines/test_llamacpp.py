@@ -19,15 +19,13 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.chat.template import encode_messages
-from edgespec.engines import proof, widths
+from edgespec.engines import proof
 from edgespec.engines.llamacpp import library as llama_library
 from edgespec.engines.llamacpp import settings
 from edgespec.engines.llamacpp.devices import gpus, overriding
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.llamacpp.library import library, listening
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
-from edgespec.engines.proof import Bits
-from edgespec.engines.proof import classes as classes_of
 from edgespec.errors import (
     BatchError,
     Cancelled,
@@ -90,6 +88,12 @@ def test_ctrl_c_in_the_log_of_a_load_is_not_lost(tiny_path):
 def test_an_option_out_of_range_is_refused(tiny_path, option):
     with pytest.raises(ConfigError):
         load(tiny_path, **option)
+
+
+@pytest.mark.parametrize("kind", ["cache_type_k", "cache_type_v"])
+def test_a_cache_in_blocks_that_heads_do_not_fill_is_refused(tiny_path, kind):
+    with pytest.raises(CapabilityError, match=r"block size 32 does not divide .*=16.* or other cache_type_k="):
+        load(tiny_path, **{kind: "q8_0"})
 
 
 def test_gpu_layers_need_a_build_that_has_a_gpu(tiny_path):
@@ -190,38 +194,17 @@ def test_loading_is_quiet_and_lazy(tiny_path, capfd):
 # Width classes and padding
 
 
-def test_classes_are_runs_of_widths_whose_rows_agree():
-    a, b, c = b"a", b"b", b"c"
-    digests = {1: {6: c}, 2: {5: a, 6: b}, 3: {4: c, 5: a, 6: b}, 4: {5: c, 6: a}, 9: {4: c, 5: c, 6: a}}
-    found = classes_of({width: Bits(rows) for width, rows in digests.items()})
-    assert found == ((1, 1), (2, 3), (4, 9))
-    assert classes_of({2: Bits({5: a}, b"x"), 3: Bits({5: a}, b"y")}) == ((2, 2), (3, 3))
-
-
-def test_the_first_class_of_several_widths_is_chosen():
-    assert widths.choose_class(((1, 63),)) == (1, 63)
-    assert widths.choose_class(((1, 2), (3, 16))) == (1, 2)
-    assert widths.choose_class(((1, 1), (2, 3), (4, 7), (8, 16))) == (2, 3)
-    assert widths.choose_class(((1, 1), (2, 2), (3, 3), (4, 4), (5, 6))) is None
-
-
-def finding(*classes):
-    """A survey that finds these classes of widths."""
-    numbered = {width: number for number, (low, high) in enumerate(classes) for width in range(low, high + 1)}
-    return lambda *_: {width: Bits(cache=bytes([number]), seconds=1.0) for width, number in numbered.items()}
-
-
 def test_classes_are_measured_once_per_file_and_settings(target_path, monkeypatch):
     options = {"reproducible": True, "widest": 9, "context_length": 320}
     with load(target_path, **options) as engine:
         measured = engine.facts
-    monkeypatch.setattr(proof, "survey", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(proof, "find_class", lambda *_: pytest.fail("measured again"))
     with load(target_path, **options) as engine:
         assert engine.facts == measured
 
 
 def test_reproducible_is_refused_where_it_cannot_be(tiny_path, monkeypatch):
-    monkeypatch.setattr(proof, "survey", finding(*((width, width) for width in range(1, 8))))
+    monkeypatch.setattr(proof, "find_class", lambda *_: None)
     with pytest.raises(CapabilityError, match="reproducible=False"):
         load(tiny_path, reproducible=True, widest=7)
     with load(tiny_path, reproducible=None, widest=7) as engine:
@@ -247,8 +230,7 @@ def test_a_state_that_is_loaded_behind_a_padded_pass_gives_the_same_bits(tiny_pa
 
 def test_padding_leaves_no_trace_in_the_cache(target_path, monkeypatch):
     ids = [5, 6, 7, 8, 9, 10, 11, 12]
-    monkeypatch.setattr(proof, "survey", finding((1, 1), (2, 2), (3, 8)))
-    monkeypatch.setattr(proof, "confirm", lambda *_: True)
+    monkeypatch.setattr(proof, "find_class", lambda *_: (3, 8))
     with load(target_path, reproducible=True, widest=8) as engine:
         assert engine.facts.pinned_class == (3, 8)
         whole = chain(engine, ids)
@@ -311,7 +293,7 @@ def test_cancel_ends_a_pass_in_the_middle(slow_path):
 def test_an_interrupt_right_after_a_pass_leaves_a_usable_cache(tiny_path, monkeypatch, is_tree):
     draft = Draft(np.array([1, 2, 3], np.int32), np.array([-1, 0, -1], np.int32), np.ones(3, np.float32))
     batch = Batch.tree(9, draft) if is_tree else Batch.chain([9])
-    with load(tiny_path, reproducible=True) as engine:
+    with load(tiny_path, reproducible=not is_tree) as engine:
         prompt = list(range(20))
         chain(engine, prompt)
         expected = engine.forward(batch).copy()
@@ -328,24 +310,6 @@ def test_an_interrupt_right_after_a_pass_leaves_a_usable_cache(tiny_path, monkey
         monkeypatch.undo()
         assert engine.length() == 20
         np.testing.assert_array_equal(engine.forward(batch), expected)
-
-
-def test_a_side_branch_that_cannot_be_kept_leaves_what_was_asked_for(tiny_path, monkeypatch):
-    """Keeping it takes a pass, during which hidden states and a cancel have to wait."""
-    draft = Draft(np.array([4, 5], np.int32), np.array([-1, -1], np.int32), np.ones(2, np.float32))
-    with load(tiny_path, reproducible=True) as engine:
-        chain(engine, [1, 2])
-        engine.give_hidden_states(True)
-        engine.forward(Batch.tree(3, draft))
-        engine.cancel()
-        with monkeypatch.context() as patch:
-            patch.setattr(engine, "_decode", lambda context, batch: -1)
-            with pytest.raises(EngineError, match="failed on a pass"):
-                engine.keep_path((0, 2))
-        with pytest.raises(Cancelled):
-            chain(engine, [3])
-        chain(engine, [3, 5])
-        assert engine.hidden_states().shape[0] == 2 and engine.length() == 4
 
 
 @pytest.mark.parametrize("reader", ["save", "fork"])

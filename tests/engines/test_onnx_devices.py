@@ -108,6 +108,6 @@ def test_classes_belong_to_the_device_that_runs(tiny_graph_path, monkeypatch):
     def key(identity: str) -> str:
         monkeypatch.setattr(opening, "device_identity", lambda _provider: identity)
         with load(tiny_graph_path, reproducible=True) as engine:
-            return engine.class_key
+            return engine.facts.class_key
 
     assert len({key(""), key("a GPU"), key("another")}) == 3

@@ -14,8 +14,7 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.engines import proof, widths
-from edgespec.engines.cached_text import CachedText, block_ends, runs
-from edgespec.engines.sequence import CachedSequence, at_once
+from edgespec.engines.sequence import CachedSequence, CachedText, at_once, block_marks
 from edgespec.engines.widths import ClassWatch
 from edgespec.types import Batch, Draft, TokenIds
 from table_engine import TableEngine
@@ -31,19 +30,20 @@ def ids_of(*token_ids: int) -> TokenIds:
 
 @pytest.mark.parametrize(("length", "passes"), [(1, [1]), (2, [2]), (11, [4, 8, 10, 11]), (5, [4, 5]), (6, [4, 6])])
 def test_where_a_prompt_is_cut(length: int, passes: list[int]) -> None:
-    found = list(runs(block_ends(length, BLOCK), 3))
-    assert [end for _, end in found] == passes
-    assert [start for start, _ in found] == [0, *passes[:-1]]
+    sequence = CachedSequence(narrow_table())
+    ends: list[int] = []
+    at_once(sequence.feeding(ids_of(*range(length)), lambda: ends.append(sequence.length)))
+    assert ends == passes and sequence.text[1:] == block_marks(length, BLOCK)
 
 
 def test_a_block_that_is_held_in_part_is_read_again() -> None:
     prompt = ids_of(*range(1, 11))
-    held = CachedText(prompt, block_ends(prompt.size, BLOCK))
+    held = CachedText(prompt, *block_marks(prompt.size, BLOCK))
     assert held.shared_length(ids_of(*range(1, 12)), BLOCK) == 8
     assert held.shared_length(prompt, BLOCK) == 9
     assert held.shared_length(ids_of(1, 2, 3, 4, 5, 6, 50, 8, 9, 10), BLOCK) == 4
     assert held.shared_length(ids_of(1, 2, 3), BLOCK) == 0
-    decoded = CachedText(prompt, np.arange(1, 11, dtype=np.int32))
+    decoded = CachedText(prompt)
     assert decoded.shared_length(ids_of(*range(1, 12)), BLOCK) == 0
     assert decoded.shared_length(ids_of(*range(1, 12)), 0) == 10
 
@@ -65,8 +65,11 @@ def test_what_was_decoded_is_read_again_in_the_next_prompt() -> None:
     second = ids_of(*first, 20, 21, 22, 23, 24, 99, 6, 7, 90)
     assert sequence.reuse(second) == BLOCK
     sequence.feed(second[sequence.length :])
-    np.testing.assert_array_equal(sequence.text.ends, block_ends(second.size, BLOCK))
+    assert sequence.text[1:] == block_marks(second.size, BLOCK)
     assert sequence.reuse(second) == second.size - 1
+    sequence.rollback(6)
+    sequence.feed(second[6:])  # behind a part of a block
+    assert sequence.reuse(second) == BLOCK
 
 
 def test_a_class_that_is_refuted_while_blocks_are_read_leaves_them_whole() -> None:
@@ -123,7 +126,7 @@ class Forgetful(Narrow):
 @pytest.mark.parametrize("kind", [Narrow, Forgetful])
 def test_blocks_are_used_where_they_give_the_same_bits_each_time(kind: type[TableEngine]) -> None:
     engine = kind.random(512, order=1, seed=3, context_length=512, max_batch=200)
-    engine.facts = dataclasses.replace(engine.facts, pinned_class=None, width_classes=())
+    engine.facts = dataclasses.replace(engine.facts, pinned_class=None)
     facts = widths.pinned_facts(engine, f"blocks {kind.__name__}", widest=63, advice="")
     assert facts.pinned_class == (1, 3)
     assert facts.prompt_block == (0 if kind is Forgetful else widths.BLOCK)

@@ -10,12 +10,10 @@ import pytest
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.cached_text import PROMPT_END
-from edgespec.engines.checkpoints import MOST_CHECKPOINTS
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.llamacpp.footprint import footprint
-from edgespec.engines.llamacpp.running_state import MOST_SNAPSHOTS, RunningState
-from edgespec.engines.model_use import ModelUse
+from edgespec.engines.llamacpp.footprint import MOST_SNAPSHOTS, RunningState, footprint
+from edgespec.engines.model_use import MOST_CHECKPOINTS, ModelUse
+from edgespec.engines.sequence import PROMPT_END
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import read_header
 from edgespec.types import Batch

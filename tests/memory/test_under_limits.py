@@ -53,7 +53,7 @@ def run_with(path: Path, limit: str, mib_left: int, engine: str) -> str:
 def test_under_any_limit_a_model_works_or_says_what_it_needs(target_path: Path, limit: str, engine: str) -> None:
     """Wherever the limit lies: a library that has too little ends the process, or fails in the middle of an answer."""
     path = DEMO / "onnx" / "target" / "model.onnx" if engine == "onnx" else target_path
-    found = {mib: run_with(path, limit, mib, engine) for mib in (4, 20, 57, 100, 1000)}
+    found = {mib: run_with(path, limit, mib, engine) for mib in (20, 57, 1000)}
     for said in found.values():
         assert said == "works" or (said.startswith("refused:") and "more memory" in said and "\n" not in said)
     assert engine == "kernels" or "is left under the limit of" in found[20]
@@ -61,10 +61,7 @@ def test_under_any_limit_a_model_works_or_says_what_it_needs(target_path: Path, 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of addresses are kept by Linux only")
-@pytest.mark.parametrize(
-    ("limit", "mib"),
-    [("RLIMIT_AS", 150), ("RLIMIT_AS", 300), ("RLIMIT_DATA", 64), ("RLIMIT_DATA", 90)],
-)
+@pytest.mark.parametrize(("limit", "mib"), [("RLIMIT_AS", 150), ("RLIMIT_AS", 300), ("RLIMIT_DATA", 64)])
 @pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
 def test_a_command_that_starts_under_a_limit_fails_in_one_line(
     target_path: Path, limit: str, mib: int, engine: str

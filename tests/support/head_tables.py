@@ -7,7 +7,7 @@ import numpy as np
 from edgespec import Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.engines.sequence import CachedSequence
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from table_engine import TableEngine
 
 KINDS = ("medusa", "eagle")

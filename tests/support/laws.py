@@ -31,12 +31,12 @@ from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import speculative
 from edgespec.generation.run_state import Run
-from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import TokenIds
 from table_engine import TableEngine
-from tiny_heads import OpenBlock, OpenHead, drafter_of, table_heads
+from tiny_heads import LAYERS, OpenBlock, OpenHead, drafter_of, table_heads
 
 VOCABULARY = 5
 ALPHA_1E6 = 4.75  # standard normal score
@@ -58,6 +58,7 @@ def heads(kind: str, target: TableEngine) -> Drafter:
 
 
 def opened(head: type[OpenHead | OpenBlock], target: TableEngine) -> Any:
+    target.state_layers = LAYERS
     return head(200, vocabulary=target.vocabulary.size)
 
 
@@ -109,7 +110,6 @@ def sequence_for(drafter: Drafter, target: TableEngine) -> CachedSequence:
     """The target's sequence with what the drafter reads of it."""
     cached = CachedSequence(target)
     cached.keep_features(drafter.wants_features)
-    cached.keep_layer_inputs(drafter.wants_layers)
     return cached
 
 

@@ -59,7 +59,7 @@ def shared_model(
     target = made.costing(clock, ratios, PASS_S, 100_000_000)
     pair = ModelPair("table", {"target": ModelFile(path), "draft": ModelFile(path)})
     model = Model(LoadOptions(parallel=count), pair, target, {"model": ModelDrafter(draft)})
-    model._pool._automatic_one("auto")._clock = clock
+    model.drafters._automatic_one("auto")._clock = clock
     return model, clock
 
 

@@ -24,7 +24,7 @@ from edgespec.drafters.growth import CHAIN_PRIOR
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.sequence import Passes, at_once
 from edgespec.reports import RoundRecord
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from edgespec.types import EMPTY_DRAFT, Batch, Draft, Evidence, Logits, TokenIds, Verdict
 from table_engine import TableEngine
 

@@ -78,10 +78,9 @@ class TableEngine(BookedEngine):
             max_sequences=max_sequences,
             max_batch=max_batch,
             can_rollback=can_rollback,
-            can_tree=True,
+            max_branches=max_batch,
             weight_bytes=table.nbytes,
             kv_bytes_per_token=4,
-            width_classes=((1, max_batch),),
             pinned_class=(1, max_batch),
             device="cpu",
             threads=1,
@@ -93,8 +92,6 @@ class TableEngine(BookedEngine):
         self._cached: list[list[int]] = [[] for _ in range(max_sequences)]
         self._gives_hidden = False
         self._hidden: Logits | None = None
-        self._layers: tuple[int, ...] = ()
-        self._layer_inputs: Logits | None = None
 
     @classmethod
     def random(
@@ -153,8 +150,7 @@ class TableEngine(BookedEngine):
         rows = self._contexts_to_rows(batch)
         logits = self._buffer(int(batch.outputs.sum()))
         np.take(self._table, rows[batch.outputs], axis=0, out=logits)
-        self._hidden = self._table[rows] if self._gives_hidden else None
-        self._layer_inputs = np.tile(self._table[rows], len(self._layers)) if self._layers else None
+        self._hidden = np.tile(self._table[rows], len(self.state_layers) or 1) if self._gives_hidden else None
         for sequence, part in placed.items():
             if not part.is_tree:
                 self._cached[sequence] += part.token_ids.tolist()
@@ -179,22 +175,11 @@ class TableEngine(BookedEngine):
         self._gives_hidden = wanted
 
     def hidden_states(self) -> NDArray[np.float32]:
-        """The rows of the table, as if the head were the identity."""
+        """The rows of the table, as if the head were the identity; once for each of `state_layers`, if any."""
         self._require_open()
         if self._hidden is None:
             raise CapabilityError("the last pass gave no hidden states: call give_hidden_states(True) before it")
         return self._hidden
-
-    def give_layer_inputs(self, layers: tuple[int, ...]) -> None:
-        self._require_open()
-        self._layers = layers
-
-    def layer_inputs(self) -> NDArray[np.float32]:
-        """The rows of the table, once for every layer."""
-        self._require_open()
-        if self._layer_inputs is None:
-            raise CapabilityError("the last pass gave no layer inputs: call give_layer_inputs before it")
-        return self._layer_inputs
 
     def _truncate(self, to_length: int, sequence: int) -> None:
         if 0 < to_length < self._book.lengths[sequence] and not self.facts.can_rollback:

@@ -10,7 +10,6 @@ import pytest
 from edgespec.drafters.heads import EagleDrafter, HeadDrafter, MedusaDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.features import WINDOW
-from edgespec.engines.file_heads import MedusaHead
 from edgespec.engines.head import Confidences, DraftHead, HeadFacts, States
 from edgespec.errors import BatchError, Cancelled, ContextFull
 from edgespec.formats.head_file import HeadFile, HeadManifest, write_head_file
@@ -79,12 +78,12 @@ def drafter_of(
 ) -> HeadDrafter:
     vocabulary = LetterVocabulary(vocabulary_size)
     vocabulary.end_ids = end_ids
-    if heads.manifest.kind == "medusa":
-        return MedusaDrafter(MedusaHead(heads, vocabulary, given_layers), WINDOW)
     if library_path() is None:
         pytest.skip("the kernels have not been built")
-    from edgespec.engines.onnx.eagle import load_eagle
+    from edgespec.engines.onnx.file_heads import load_eagle, load_medusa
 
+    if heads.manifest.kind == "medusa":
+        return MedusaDrafter(load_medusa(heads, vocabulary, given_layers), WINDOW)
     return EagleDrafter(load_eagle(heads, vocabulary, given_layers, threads=1), WINDOW)
 
 

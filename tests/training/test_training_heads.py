@@ -13,7 +13,7 @@ from edgespec.config.options import Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.errors import CapabilityError
 from edgespec.formats.head_file import read_head_file
-from edgespec.sampling import Sampler
+from edgespec.sampling.sampler import Sampler
 from tiny_checkpoints import CASES, write_checkpoint
 from tiny_heads import drafter_of
 

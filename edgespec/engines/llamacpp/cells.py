@@ -1,13 +1,13 @@
 """Assigns cells of the KV cache to sequences: the only module that adds and removes llama.cpp sequence ids.
 
-Ids: first our own sequences, then a pool of branch ids for trees, last a scratch id for padding rows; where sequences
-have streams of their own there are only the first, and padding rows go behind those of a sequence. A branch id
-mirrors one of our sequences up to some length and is updated when a tree needs it. What shortens a sequence shortens
-its mirrors as well, so that no cell remains of a token that was dropped.
+Ids: first our own sequences, then a pool of branch ids for trees, which there are none of where sequences have streams
+of their own. A branch id mirrors one of our sequences up to some length and is updated when a tree needs it. What
+shortens a sequence shortens its mirrors as well, so that no cell remains of a token that was dropped.
 
 A pass can fail, be cancelled, or be interrupted by Ctrl-C between any two calls. Therefore `lengths` decreases before
 cells are removed and increases after they are added: the library may hold more than `lengths` says, never less, and
-every method that reads or extends a sequence trims it first. Padding rows are removed in the same way.
+every method that reads or extends a sequence trims it first. Padding rows, which lie behind a sequence, are removed in
+the same way.
 """
 
 from __future__ import annotations
@@ -36,17 +36,11 @@ class Cells:
         self._memory = llama.llama_get_memory(context)
         self._remove, self._copy = llama.llama_memory_seq_rm, llama.llama_memory_seq_cp
         self._last_position = llama.llama_memory_seq_pos_max
-        self._branch_ids = range(settings.max_sequences, settings.scratch_id)
-        self._scratch_id = settings.scratch_id
+        self._branch_ids = range(settings.max_sequences, settings.sequence_ids)
         self._has_streams, self._keeps_state = settings.streams, settings.keeps_state
         self._mirrors: dict[int, tuple[int, int]] = {}  # branch id -> (sequence, tokens mirrored)
         self._lengths = book.lengths
         self._branches: Branches = {}  # of unsettled trees
-
-    @property
-    def most_branches(self) -> int:
-        """Most side branches of all trees of a batch."""
-        return len(self._branch_ids)
 
     def prepare(self, placed: dict[int, SequenceRows]) -> Branches:
         """Prepare the cache for a batch, and give every branch of its trees an id.
@@ -58,15 +52,13 @@ class Cells:
         needed = {sequence: len(leaves(part.parents)) - 1 for sequence, part in trees.items()}
         if trees and not self._branch_ids:
             raise CapabilityError(
-                "this model was loaded for chains only: trees need a cache that rolls back, and one sequence or "
-                "reproducible=False"
+                "this model was loaded for chains only: trees need a cache that rolls back, and reproducible=False"
             )
         if sum(needed.values()) > len(self._branch_ids):
             raise BatchError(
                 f"the trees of this batch have {sum(needed.values())} side branches, this engine was loaded for "
                 f"{len(self._branch_ids)}; draft fewer branches or load with a larger max_branches"
             )
-        self._drop_padding()
         for sequence in placed:
             self.trim(sequence)
         free = list(self._branch_ids)
@@ -77,11 +69,6 @@ class Cells:
                 self._bring_up_to_date(branch, sequence)
             self._branches[sequence] = branches_through(part.parents, [sequence, *chosen])
         return {sequence: self._branches[sequence] for sequence in trees}
-
-    def _drop_padding(self) -> None:
-        """Remove the padding rows of the last pass, so that what comes next takes the cells behind its sequence."""
-        if self._scratch_id >= 0:
-            self._trim(self._scratch_id, 0)
 
     def _bring_up_to_date(self, branch: int, sequence: int) -> None:
         owner, mirrored = self._mirrors.pop(branch, (sequence, 0))
@@ -195,9 +182,6 @@ class Cells:
 
     def load(self, state: bytes | memoryview, length: int, sequence: int) -> None:
         """Give a sequence the `state` of one of `length` tokens. Raises StateError, and the sequence is then empty."""
-        # With a padding row left among the first cells, the state would lie behind it. Attention sums half precision in
-        # tiles of cells, so that this would change bits.
-        self._drop_padding()
         self.forget(sequence)
         if not length:
             return

@@ -126,14 +126,6 @@ def _described(handle: int) -> Device:
     return Device(texts[0], texts[1], known, free.value, total.value)
 
 
-def backends() -> list[str]:
-    """Names of the backends in this build, as ggml spells them: CPU, CUDA, Metal, RPC, Vulkan, ..."""
-    count = function("ggml_backend_reg_count", ctypes.c_size_t)()
-    get = function("ggml_backend_reg_get", ctypes.c_void_p, ctypes.c_size_t)
-    name_of = function("ggml_backend_reg_name", ctypes.c_char_p, ctypes.c_void_p)
-    return [name_of(get(index)).decode(errors="replace") for index in range(count)]
-
-
 LAYER = re.compile(r"blk\.(\d+)\.")
 EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
 # Left free on a device: the driver's own, and what other programs take meanwhile.
@@ -187,18 +179,9 @@ class LayerSizes:
 def room_on_devices(names: Sequence[str] | None) -> int:
     """Bytes that models may take on the devices `names` together; None: on all GPUs of this build.
 
-    Raises CapabilityError for an unknown device, or one whose driver does not tell its memory.
+    Raises CapabilityError for one whose driver does not tell its memory. The load names a device that is not there.
     """
-    known = gpus()
-    if names is not None:
-        missing = [name for name in names if name not in {device.name for device in known}]
-        if missing:
-            raise CapabilityError(
-                f"there is no GPU {missing[0]!r}; this build of llama.cpp sees: "
-                f"{', '.join(device.name for device in known) or 'none'}"
-            )
-        known = [device for device in known if device.name in names]
-    return sum(map(_room_on, known))
+    return sum(_room_on(device) for device in gpus() if names is None or device.name in names)
 
 
 def _room_on(device: Device) -> int:

@@ -53,7 +53,7 @@ class EncoderEngine(Engine):
         self.facts = replace(
             read_facts(model, settings),
             can_rollback=False,
-            can_tree=False,
+            max_branches=0,
             writes=False,
             why_no_speculation="this model writes no text",
         )

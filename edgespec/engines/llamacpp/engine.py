@@ -1,10 +1,10 @@
 """The llama.cpp engine, on the library's low-level functions.
 
-One unified KV cache holds all sequences; where they need no branches, and in reproducible mode, each has a stream of
-its own. A cache of keys and values is shortened by dropping cells. A running state (`running_state`) is not: it can
-drop the last rows of a pass where the library has snapshots of it, and return to copies of it at lengths that a caller
-chose. Layers with a sliding window keep all their cells, but llama.cpp saves only those in the window: a text that was
-loaded can be continued, not shortened.
+One unified KV cache holds all sequences; where they need no branches, and in reproducible mode, which scores chains
+only, each has a stream of its own. A cache of keys and values is shortened by dropping cells. A running state
+is not: it can drop the last rows of a pass where the library has snapshots of it, and return to
+copies of it at lengths that a caller chose. Layers with a sliding window keep all their cells, but llama.cpp saves only
+those in the window: a text that was loaded can be continued, not shortened.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from edgespec.closing import closed_on_failure
 from edgespec.engines.base import EngineFacts, StatesOf, check_threads
 from edgespec.engines.booked import BookedEngine
-from edgespec.engines.checkpoints import Checkpoints
 from edgespec.engines.llamacpp.cells import Cells
 from edgespec.engines.llamacpp.embeddings import Embedder
 from edgespec.engines.llamacpp.facts import measured_facts, read_facts
+from edgespec.engines.llamacpp.footprint import ONLY_ASKED, RunningState
 from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT as HEAD_CONTEXT
-from edgespec.engines.llamacpp.heads import FORMS, Head, load_head, own_layers
+from edgespec.engines.llamacpp.heads import MTP_STATES, Head, load_head, own_layers
 from edgespec.engines.llamacpp.library import (
     ABORTED,
     NO_ROOM,
@@ -37,20 +37,18 @@ from edgespec.engines.llamacpp.library import (
     version,
 )
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
-from edgespec.engines.llamacpp.running_state import ONLY_ASKED, RunningState, keeps_running_state
 from edgespec.engines.llamacpp.settings import (
     ContextSettings,
     choose_context_length,
     create_context,
     has_streams,
     open_for,
-    require_generator,
 )
-from edgespec.engines.llamacpp.states import HiddenStates, LayerInputs
+from edgespec.engines.llamacpp.states import HiddenStates
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.rows import SequenceBook, SequenceRows, check_text
+from edgespec.engines.rows import Checkpoints, SequenceBook, SequenceRows, check_text
 from edgespec.errors import Cancelled, CapabilityError, ContextFull, EngineError
 from edgespec.formats.gguf.check import (
     HEAD_NAMES,
@@ -82,19 +80,17 @@ class LlamaCppEngine(BookedEngine):
         self._rows = RowBuffer(settings.batch_capacity, settings.sequence_ids)
         self._book = SequenceBook(settings.max_sequences)
         self._cells = Cells(context, settings, self._book)
-        self._scratch_id = settings.scratch_id
         self._place = 0, 0  # address and rows of the logits
         self._all_logits = np.zeros((0, 0), np.float32)
         self._checkpoints = Checkpoints()
         self._least: dict[int, int] = {}  # by sequence, the length below which a loaded text lacks cells
-        self._layer_inputs = LayerInputs(model, context)
         kinds = (settings.cache_type_k, settings.cache_type_v, settings.flash_attention, version())
         self._held = HeldFiles(model_files(path))
         self._stamp = StateStamp.of("llamacpp", model_files(path), *kinds)
         self.vocabulary = LlamaCppVocabulary(model)
         self._max_outputs = settings.max_outputs(self.vocabulary.size)
-        self._hidden_states = HiddenStates(model, context, self._max_outputs)
         self.facts: EngineFacts = read_facts(model, settings, context)
+        self._hidden_states = HiddenStates(model, context, self.facts.architecture, self._max_outputs)
         if not self.facts.can_rollback:
             # An aborted pass could not be rolled back; `forward` still checks the flag before each pass.
             llama.llama_set_abort_callback(context, llama.ggml_abort_callback(), None)
@@ -120,24 +116,24 @@ class LlamaCppEngine(BookedEngine):
         with closed_on_failure(engine):
             if state and state.has_snapshots and not snapshots and not use.endpoints:
                 engine.facts = replace(engine.facts, why_no_speculation=ONLY_ASKED)
-            engine.read_layers(use.state_layers)
+            engine._read_layers(use.state_layers)
         return engine
 
     @classmethod
     def _open(cls, path: Path, settings: ContextSettings, cancel: CancelFlag) -> Self:
-        model = open_for(path, settings)
-        settings = settings.with_state() if keeps_running_state(model) else replace(settings, snapshots=0)
-        if has_streams(settings, has_window=library().llama_model_n_swa(model) > 0):
+        llama, model = library(), open_for(path, settings)
+        keeps_state = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
+        settings = settings.with_state() if keeps_state else replace(settings, snapshots=0)
+        if has_streams(settings, has_window=llama.llama_model_n_swa(model) > 0):
             settings = replace(settings, max_branches=0, streams=True)
         try:
-            require_generator(model, path)
             context = create_context(model, path, settings, cancel)
         except BaseException:
-            library().llama_model_free(model)
+            llama.llama_model_free(model)
             raise
         engine = cls(path, model, context, settings, cancel)
         with closed_on_failure(engine):
-            state_size = partial(library().llama_state_seq_get_size, context, 0)
+            state_size = partial(llama.llama_state_seq_get_size, context, 0)
             engine.facts = measured_facts(engine, path, settings, state_size)
         return engine
 
@@ -149,7 +145,7 @@ class LlamaCppEngine(BookedEngine):
         """One pass, padded into the pinned class; the caller adds its rows to the sequences' lengths."""
         low = self.facts.pinned_class[0] if self.facts.pinned_class else 1
         self._rows.fill(batch, placed, self._cells.prepare(placed))
-        self._rows.pad(low, self._scratch_id)
+        self._rows.pad(low)
         self._hidden_states.prepare(self._rows, batch.width)
         # The last layer and the head run on rows with logits only, whose number must be in the class as well.
         kept = self._rows.widen_outputs(batch.outputs, low)
@@ -157,9 +153,7 @@ class LlamaCppEngine(BookedEngine):
         result = self._decode(self._context, self._rows.struct)
         if result:
             self._hidden_states.forget()
-            self._layer_inputs.passed(0)
             self._raise_failed(result, batch.width)
-        self._layer_inputs.passed(batch.width)
         return kept
 
     def _raise_failed(self, result: int, width: int) -> NoReturn:
@@ -185,25 +179,23 @@ class LlamaCppEngine(BookedEngine):
 
     def hidden_states(self) -> NDArray[np.float32]:
         self._require_open()
-        last = self._hidden_states.read()
-        return np.concatenate((self._layer_inputs.read(), last), axis=1) if self.state_layers else last
+        return self._hidden_states.read()
 
-    def read_layers(self, layers: tuple[int, ...]) -> None:
+    def _read_layers(self, layers: tuple[int, ...]) -> None:
         """Make `layers` the `state_layers`. Raises CapabilityError where llama.cpp does not give their inputs."""
-        self._require_open()
-        self._layer_inputs.ask(layers, self.facts.architecture)
+        self._hidden_states.read_layers(layers)
         self.state_layers = layers
 
-    def give_layer_inputs(self, layers: tuple[int, ...]) -> None:
-        self._require_open()
-        if not self.state_layers:
-            self._layer_inputs.ask(layers, self.facts.architecture)
-        elif layers:
-            raise CapabilityError("a draft head and heads that read layers cannot be used at once: leave one out")
+    def read_layers_alone(self, layers: tuple[int, ...]) -> None:
+        """Have hidden states be the inputs of `layers` of all rows from the next pass on, without the last states.
 
-    def layer_inputs(self) -> NDArray[np.float32]:
+        Raises CapabilityError where llama.cpp does not give them, and where another head reads the last states.
+        """
         self._require_open()
-        return self._layer_inputs.read()
+        if self._settings.hidden_states or self._settings.has_mtp:
+            raise CapabilityError("a head that reads layers cannot be used with heads of a file or MTP: leave one out")
+        self._read_layers(layers)
+        self._hidden_states.has_last, self.states_of = False, "all rows"
 
     def embed(self, token_ids: TokenIds, pooling: PoolingName) -> NDArray[np.float32]:
         self._require_open()
@@ -227,8 +219,11 @@ class LlamaCppEngine(BookedEngine):
         found = load_head(
             path, models, self.vocabulary, threads=threads, context_length=context_length, gpu_layers=gpu_layers
         )
-        if (rows := FORMS[found.form].states) is not None:
-            self._give_states_of(rows)
+        with closed_on_failure(found):
+            if found.facts.layers:
+                self.read_layers_alone(found.facts.layers)
+            else:
+                self._give_states_of(MTP_STATES[found.form])
         return found
 
     def load_mtp(self, *, context_length: int | None = None) -> Head:
@@ -288,31 +283,10 @@ class LlamaCppEngine(BookedEngine):
         return self._checkpoints.latest(to_length, sequence)
 
     def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
-        """In reproducible mode an accepted side branch is decoded again as a chain."""
-        if not part.is_tree:
-            self._truncate(part.base + len(path), sequence)
-        elif self.facts.pinned_class and path != list(range(len(path))):
-            self._decode_again(part.token_ids[path], part.base, sequence)
-        else:
+        if part.is_tree:
             self._cells.keep_branch(path, part, sequence)
-
-    def _decode_again(self, token_ids: TokenIds, base: int, sequence: int) -> None:
-        """The cells of a side branch are in another order than its tokens, and attention adds in the order of cells."""
-        self._cells.drop_from(base, sequence)
-        self._book.forget_last(sequence)
-        was_cancelled, gave_hidden = self._is_cancelled, self._hidden_states.are_wanted
-        self._hidden_states.are_wanted = False  # it would overwrite more rows of logits than are saved here
-        self._is_cancelled = False
-        low = self.facts.pinned_class[0] if self.facts.pinned_class else 1
-        scored = self._logits(slice(0, low))
-        before = scored.copy()
-        try:
-            self.forward(Batch.chain(token_ids, sequence=sequence, last_only=True))
-        finally:
-            scored[:] = before
-            self._hidden_states.are_wanted = gave_hidden
-            if was_cancelled:
-                self._is_cancelled = True
+        else:
+            self._truncate(part.base + len(path), sequence)
 
     def _copy(self, source: int, destination: int) -> None:
         self._book.forget_last(destination)
@@ -329,10 +303,6 @@ class LlamaCppEngine(BookedEngine):
         self._least.pop(sequence, None)
         self._cells.load(state, length, sequence)
         self._least[sequence] = self.facts.loaded_reach(length)
-
-    @property
-    def most_branches(self) -> int:
-        return self._cells.most_branches if self.facts.can_tree else 0
 
     def set_threads(self, threads: int) -> bool:
         self._require_open()

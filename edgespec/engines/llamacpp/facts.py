@@ -26,21 +26,20 @@ POOLINGS = {"0": "", "1": "mean", "2": "cls", "3": "last", "4": "rank"}
 def read_facts(model: Any, settings: ContextSettings, context: Any = None) -> EngineFacts:
     """The facts that need no pass. `context`: None for a model that keeps no cache."""
     llama = library()
-    can_rollback, placement = not settings.keeps_state, _placement(settings)
+    placement = _placement(settings)
     return EngineFacts(
         name="llamacpp",
         architecture=metadata(model, "general.architecture"),
         context_length=settings.context_length,
         max_sequences=settings.max_sequences,
         max_batch=min(settings.max_batch, llama.llama_n_batch(context)) if context else settings.max_batch,
-        can_rollback=can_rollback,
+        can_rollback=not settings.keeps_state,
         rollback_rows=int(llama.llama_n_rs_seq(context)) if settings.keeps_state else 0,
         has_checkpoints=settings.keeps_state,
         state_window=int(llama.llama_model_n_swa(model)),
-        can_tree=can_rollback and settings.max_branches > 0,
+        max_branches=settings.max_branches,
         weight_bytes=int(llama.llama_model_size(model)),
         kv_bytes_per_token=0,
-        width_classes=(),
         pinned_class=None,
         device=settings.place,
         threads=settings.threads,

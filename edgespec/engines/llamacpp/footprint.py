@@ -12,26 +12,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
+from typing import Self
 
-from edgespec.engines.checkpoints import MOST_CHECKPOINTS
 from edgespec.engines.llamacpp.devices import EMBEDDINGS, HEAD, LayerSizes
-from edgespec.engines.llamacpp.running_state import RunningState, recurrent_layers
 from edgespec.engines.llamacpp.settings import (
     CACHE_BYTES,
     CELLS_MULTIPLE,
-    PLAIN_TYPES,
     ContextSettings,
     choose_context_length,
     has_streams,
 )
-from edgespec.engines.model_use import MAX_BATCH, Footprint, ModelUse
-from edgespec.errors import CapabilityError
+from edgespec.engines.model_use import MAX_BATCH, MOST_CHECKPOINTS, Footprint, ModelUse
 from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files
 from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, TensorInfo
 from edgespec.formats.gguf.heads import read_head
 from edgespec.platform.machine import instruction_sets, lacks_dot_products
 
-_CACHE_BLOCK = 32
 # Rows of a matrix that are interleaved, and the instructions that the kernel needs, by type (ggml's repack.cpp).
 _X86 = {"Q4_0": "avx2", "Q4_K": "avx2", "IQ4_NL": "avx2", "MXFP4": "avx2", "Q2_K": "avx512f"}
 _INTERLEAVED_X86 = 8
@@ -42,6 +38,17 @@ _GRAPH_NODE_BYTES = 21_500
 # merge, which SentencePiece has none of. Measured with 262144 tokens of Gemma, 151936 of Qwen and 49152 of SmolLM2.
 _TOKEN_BYTES, _MERGE_BYTES = 250, 120
 _HEAD_VOCABULARY_BYTES = 110  # the same of a head, in llama.cpp alone; measured on 150000
+
+
+# Some of the architectures whose states llama.cpp can roll back (llm_arch_supports_rs_rollback): those that tests run,
+# and the same with experts.
+WITH_SNAPSHOTS = frozenset({"lfm2", "lfm2moe", "qwen35", "qwen35moe"})
+MOST_SNAPSHOTS = 8
+ONLY_ASKED = (
+    "on llama.cpp it would cost this model, which keeps a running state, more than lookups alone earn. A draft model "
+    "(-md) or --drafter suffix turns it on"
+)
+_STATE_BYTES = 4  # of a number; llama.cpp stores states as float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,59 @@ class Shape:
         return cls(layers, width, inner, (total * key, total * value), len(header.tokens))
 
 
+@dataclass(frozen=True, slots=True)
+class RunningState:
+    """The bytes of the running state of one sequence, and whether llama.cpp can keep snapshots of it.
+
+    Qwen3.5, LFM2, Mamba and others keep one beside keys and values, or instead of them. It cannot be shortened by a
+    token as a cache can. For some architectures llama.cpp keeps snapshots of the state as it was after each of the last
+    rows of a pass (`n_rs_seq`), which is enough for speculation: a rejected draft is the end of the pass that verified
+    it. Each pass then copies the state, which lookups alone rarely earn: only what was asked for by name, or comes with
+    a model of its own, is drafted.
+    """
+
+    num_bytes: int
+    has_snapshots: bool
+
+    @classmethod
+    def of(cls, header: GgufHeader) -> Self | None:
+        """That of a model, by its metadata; None where every layer keeps keys and values only."""
+        numbers = _numbers_per_layer(header)
+        if not numbers:
+            return None
+        num_bytes = sum(recurrent_layers(header)) * numbers * _STATE_BYTES
+        return cls(num_bytes, header.architecture in WITH_SNAPSHOTS)
+
+    def snapshots(self, speculates: bool) -> int:
+        """How many to keep."""
+        return MOST_SNAPSHOTS if speculates and self.has_snapshots else 0
+
+
+def recurrent_layers(header: GgufHeader) -> list[bool]:
+    """Of each layer, whether it keeps a running state and no keys and values."""
+    layers = _largest(header, "block_count") - _largest(header, "nextn_predict_layers")
+    if interval := _largest(header, "full_attention_interval"):
+        return [(layer + 1) % interval != 0 for layer in range(layers)]
+    heads = header.metadata.get(f"{header.architecture}.attention.head_count_kv")
+    if isinstance(heads, GgufNumbers) and len(heads.items) >= layers:
+        return [count == 0 for count in heads.items[:layers]]
+    if header.architecture in ("qwen35", "qwen35moe", "qwen3next"):
+        return [(layer + 1) % 4 != 0 for layer in range(layers)]
+    return [_numbers_per_layer(header) > 0] * layers
+
+
+def _numbers_per_layer(header: GgufHeader) -> int:
+    """How many numbers the state of a layer has (llama.cpp's n_embd_r and n_embd_s); 0 without one."""
+    width = _largest(header, "embedding_length")
+    if size := _largest(header, "wkv.head_size"):
+        return width * (size + (_largest(header, "token_shift_count") or 2))
+    if kernel := _largest(header, "shortconv.l_cache"):
+        return width * (kernel - 1)
+    inner, state = _largest(header, "ssm.inner_size"), _largest(header, "ssm.state_size")
+    convolved = inner + 2 * _largest(header, "ssm.group_count") * state
+    return max(_largest(header, "ssm.conv_kernel") - 1, 0) * convolved + state * inner
+
+
 def footprint(path: Path, use: ModelUse) -> Footprint:
     """The memory of the model at `path`. Raises ModelNotFound, ModelFileError, and ConfigError for a bad setting."""
     header = check_gguf(path)
@@ -78,7 +138,6 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
     kinds = [settings.cache_type_k, settings.cache_type_v]
     state = RunningState.of(header)
     cells = -(-settings.cells // CELLS_MULTIPLE) * CELLS_MULTIPLE
-    _check_cache(path, header, kinds)
     cache = int(sum(count * CACHE_BYTES[kind] for count, kind in zip(shape.kv, kinds, strict=True)) * cells)
     if gives_only_embeddings(header):
         cache = 0
@@ -146,19 +205,6 @@ def _feature_bytes(width: int, window: int) -> int:
     from edgespec.engines.head import BYTES_PER_FEATURE
 
     return width * (BYTES_PER_FEATURE * window + 4 * MAX_BATCH)
-
-
-def _check_cache(path: Path, header: GgufHeader, kinds: list[str]) -> None:
-    """Raises CapabilityError for types of the cache that hold blocks which heads of this model do not fill."""
-    heads = _largest(header, "attention.head_count")
-    size = _largest(header, "embedding_length") // heads if heads else 0
-    for part, kind in zip(("key", "value"), kinds, strict=True):
-        size = _largest(header, f"attention.{part}_length") or size
-        if kind not in PLAIN_TYPES and size % _CACHE_BLOCK:
-            raise CapabilityError(
-                f"{path.name} has heads of {size} numbers, and a {kind} cache holds blocks of {_CACHE_BLOCK}: use "
-                f"--cache-type-{part[0]} f16"
-            )
 
 
 def head_footprint(path: Path, use: ModelUse) -> Footprint:

@@ -19,14 +19,12 @@ a pass that encodes needs positions as if it decoded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
-from edgespec.closing import closed_on_failure
 from edgespec.engines.base import StatesOf
 from edgespec.engines.head import Confidences, DraftHead, HeadFacts, States
 from edgespec.engines.llamacpp.library import (
@@ -44,8 +42,8 @@ from edgespec.engines.llamacpp.settings import CACHE_TYPES, CELLS_MULTIPLE, ON, 
 from edgespec.engines.llamacpp.states import extension
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_use import MAX_BRANCHES
-from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, ModelFileError
-from edgespec.formats.gguf.heads import HALF_BYTES, NAMES, HeadForm, HeadSizes, read_head
+from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError
+from edgespec.formats.gguf.heads import HALF_BYTES, HeadForm, HeadSizes, read_head
 from edgespec.types import Logits, TokenIds
 from edgespec.vocabulary import Vocabulary, check_same_vocabulary
 
@@ -57,21 +55,9 @@ _TRIED_CONTEXT = 16
 _MARKOV_COPIES = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """How heads of one form are opened and read."""
-
-    states: StatesOf | None = None  # of which rows the target gives hidden states; None: in the way of every model
-    is_mtp: bool = False  # a context of that type, over a model whose multi-token prediction layers are loaded
-    last_only: bool = False  # the library computes logits of the last row of a pass alone
-
-
-FORMS: dict[HeadForm, Form] = {
-    "eagle3": Form(),
-    "dflash": Form(),
-    "mtp": Form(states="all rows", is_mtp=True, last_only=True),
-    "gemma4": Form(states="rows with logits", is_mtp=True, last_only=True),
-}
+# Forms whose context has the type of multi-token prediction, over a model with such layers, where the library computes
+# logits of the last row of a pass alone; and of which rows the target gives hidden states for them.
+MTP_STATES: dict[HeadForm, StatesOf] = {"mtp": "all rows", "gemma4": "rows with logits"}
 
 
 class Head(DraftHead):
@@ -84,7 +70,8 @@ class Head(DraftHead):
         self, new_context: Callable[[CancelFlag], Any], sizes: HeadSizes, facts: HeadFacts, owned_model: Any = None
     ) -> None:
         self._cancel, self._new_context = CancelFlag(), new_context
-        self._sizes, self._form, self.facts, self._model = sizes, FORMS[sizes.form], facts, owned_model
+        self._sizes, self.facts, self._model = sizes, facts, owned_model
+        self._is_mtp = sizes.form in MTP_STATES
         self._context = new_context(self._cancel)
         self._others: list[Head] = []
         self._memory = library().llama_get_memory(self._context)
@@ -108,7 +95,7 @@ class Head(DraftHead):
     def encode(self, features: States) -> States:
         self._require_open()
         self._check_features(features)
-        if self._form.is_mtp:  # the target's hidden states are the head's own
+        if self._is_mtp:  # the target's hidden states are the head's own
             return features
         self._trim()
         states = np.empty((len(features), self.facts.width), np.float32)
@@ -124,7 +111,7 @@ class Head(DraftHead):
         self._check_pairs(token_ids, states)
         self._check_tokens(int(token_ids.min()), int(token_ids.max()))
         self._trim()
-        count, last_only = int(token_ids.size), self._form.last_only
+        count, last_only = int(token_ids.size), self._is_mtp
         for start in range(0, count, self._step):
             stop = min(start + self._step, count)
             part = np.ascontiguousarray(states[start:stop], np.float32)
@@ -203,21 +190,6 @@ class Head(DraftHead):
         for token_id in token_ids:
             if not 0 <= token_id < size:
                 raise BatchError(f"token id {token_id} is outside the head's vocabulary 0..{size - 1}")
-
-    def is_sound(self) -> bool:
-        """Run it on arbitrary numbers: whether its results are numbers, which those of damaged weights are not."""
-        if self._sizes.form == "gemma4":  # without a text in the target's cache there is nothing to attend to
-            return True
-        features = np.ones((1, self.facts.feature_width), np.float32)
-        if self._sizes.block_size:
-            self.inject(features)
-            logits, confidences = self.block(0)
-            sound = [np.isfinite(logits.max(axis=1)).all(), confidences is None or np.isfinite(confidences).all()]
-        else:
-            row, state = self.decode(np.zeros(1, np.int32), self.encode(features))
-            sound = [np.isfinite(state).all(), np.isfinite(row.max())]
-        self.restart(0)
-        return all(sound)
 
     # -- the cache
 
@@ -303,10 +275,10 @@ def load_head(
 
 
 def try_head(path: Path) -> None:
-    """Load what needs no target, and run it if that is the whole head. Raises as `load_head`."""
+    """Load what needs no target, and read all its weights. Raises as `load_head`."""
     sizes = read_head(path)
     if sizes.shares_weights:
-        model = open_model(path, check_tensors=True, has_mtp=FORMS[sizes.form].is_mtp)
+        model = open_model(path, check_tensors=True, has_mtp=sizes.form in MTP_STATES)
         library().llama_model_free(model)
     else:
         _open(path, sizes, min(_TRIED_CONTEXT, sizes.context_length), 1, 0, None, None).close()
@@ -337,7 +309,7 @@ def _open(
     target_context: Any,
     vocabulary: Vocabulary | None,
 ) -> Head:
-    is_mtp = FORMS[sizes.form].is_mtp
+    is_mtp = sizes.form in MTP_STATES
     model = open_model(path, gpu_layers=gpu_layers, check_tensors=vocabulary is None, has_mtp=is_mtp)
     other = target_context if sizes.shares_weights else None
     try:
@@ -348,11 +320,6 @@ def _open(
     except BaseException:
         library().llama_model_free(model)
         raise
-    with closed_on_failure(head):
-        if not head.is_sound():
-            raise ModelFileError(
-                f"{path} is not a usable {NAMES[sizes.form]}: its results are not numbers. Download or export it again"
-            )
     if sizes.form == "gemma4":
         head._target_memory = library().llama_get_memory(target_context)
     return head
@@ -385,7 +352,7 @@ def _context_over(
     params.kv_unified = is_unified
     params.swa_full = True  # as in the target's, where it shares that one's cache
     params.no_perf = True
-    params.ctx_type = _MTP_CONTEXT if FORMS[sizes.form].is_mtp else 0
+    params.ctx_type = _MTP_CONTEXT if sizes.form in MTP_STATES else 0
     params.ctx_other = other
     context = new_context(model, params, cancel, requires_flash=False)
     if not context:
@@ -424,7 +391,7 @@ def pass_bytes(sizes: HeadSizes) -> int:
     if sizes.form == "mtp":
         return 2 * rows * row_bytes
     if sizes.form == "gemma4":  # a row for each sequence id of the target, as llama.cpp reserves them, and a copy
-        return (MAX_BRANCHES + 3) * row_bytes
+        return (MAX_BRANCHES + 2) * row_bytes
     if sizes.form == "eagle3":
         return rows * (2 * row_bytes + 4 * (sizes.num_drafted + sizes.feature_width + 8 * sizes.width))
     # A Markov head works on copies of the block's logits: the number is what was measured.

@@ -86,19 +86,16 @@ class RowBuffer:
             self.num_ids[row] = len(ids)
             self.ids[row, : len(ids)] = ids
 
-    def pad(self, low: int, scratch_id: int) -> None:
-        """Append scratch rows up to `low` rows: of a sequence of their own, or behind the last row if that is -1."""
+    def pad(self, low: int) -> None:
+        """Append scratch rows behind the last one up to `low` rows."""
         width = self.struct.n_tokens
         if width >= low:
             return
         scratch = slice(width, low)
         self.token_ids[scratch] = 0
-        self.positions[scratch] = self._counting[: low - width]
-        if scratch_id < 0:
-            scratch_id = self.ids[width - 1, 0]
-            self.positions[scratch] += self.positions[width - 1] + 1
+        self.positions[scratch] = self._counting[: low - width] + self.positions[width - 1] + 1
         self.num_ids[scratch] = 1
-        self.ids[scratch, 0] = scratch_id
+        self.ids[scratch, 0] = self.ids[width - 1, 0]
         self.outputs[scratch] = 0
         self.struct.n_tokens = low
 

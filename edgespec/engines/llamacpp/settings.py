@@ -20,23 +20,15 @@ from edgespec.engines.llamacpp.library import (
 )
 from edgespec.engines.model_use import DEFAULT_CONTEXT, ModelUse
 from edgespec.errors import CapabilityError, ConfigError
+from edgespec.formats.gguf.header import TENSOR_TYPES
 from edgespec.platform.machine import default_threads
 
 MAX_CELLS = 1 << 24
 LOGITS_BYTES = 32 << 20
-# ggml's numbers of the types that its attention kernels read.
-CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
-# Bytes of a number in a cache of each type.
-CACHE_BYTES = {
-    "f32": 4.0,
-    "f16": 2.0,
-    "bf16": 2.0,
-    "q8_0": 34 / 32,
-    "q5_1": 24 / 32,
-    "q5_0": 22 / 32,
-    "q4_1": 20 / 32,
-    "q4_0": 18 / 32,
-}
+# Those that ggml's attention kernels read: its number, and the bytes of a number in a cache of the type.
+_KINDS = {name.lower(): (number, num_bytes / size) for number, (name, size, num_bytes) in TENSOR_TYPES.items()}
+CACHE_TYPES = {kind: _KINDS[kind][0] for kind in ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")}
+CACHE_BYTES = {kind: _KINDS[kind][1] for kind in CACHE_TYPES}
 AUTO, OFF, ON = -1, 0, 1
 CELLS_MULTIPLE = 256  # llama.cpp rounds a context up to it
 NO_POOLING = 0
@@ -105,9 +97,8 @@ class ContextSettings(ModelUse):
 
     @property
     def sequence_ids(self) -> int:
-        """Ids that llama.cpp keeps apart: sequences, branches beyond each tree's main chain, the scratch id."""
-        alone = self.streams or self.keeps_state  # each id would take a whole state
-        return self.max_sequences if alone else self.max_sequences + self.max_branches + 1
+        """Ids that llama.cpp keeps apart: sequences, and branches beyond each tree's main chain."""
+        return self.max_sequences + self.max_branches
 
     @property
     def place(self) -> str:
@@ -119,21 +110,16 @@ class ContextSettings(ModelUse):
         return "rpc " + ",".join(self.endpoints) if self.endpoints else "gpu"
 
     @property
-    def scratch_id(self) -> int:
-        """The id of padding rows; -1 where they go behind the rows of a sequence, or where nothing is padded."""
-        return -1 if self.streams or self.keeps_state else self.sequence_ids - 1
-
-    @property
     def batch_capacity(self) -> int:
         return max(self.max_batch, self.widest)
 
     @property
     def cells(self) -> int:
-        """KV cells: every sequence full, and room for scratch rows on top."""
+        """KV cells: every sequence full, and behind each, where passes may be padded, room for that."""
+        length = self.context_length + (self.widest if self.reproducible else 0)
         if self.streams:
-            length = self.context_length + (self.widest if self.reproducible else 0)  # only asked for, it may pad
-            return -(-length // CELLS_MULTIPLE) * CELLS_MULTIPLE * self.max_sequences
-        return self.context_length * self.max_sequences + self.widest
+            length = -(-length // CELLS_MULTIPLE) * CELLS_MULTIPLE
+        return length * self.max_sequences
 
     @property
     def flash_attention_type(self) -> int:
@@ -152,12 +138,13 @@ class ContextSettings(ModelUse):
 def has_streams(settings: ContextSettings, *, has_window: bool) -> bool:
     """Whether each sequence of a model gets cells of its own, with its final settings but for that.
 
-    `has_window`: in cells that sequences share llama.cpp may overwrite those behind a sliding window, to which a
-    rollback returns.
+    In reproducible mode it does: the cells of a side branch are in another order than its tokens, and attention adds in
+    the order of cells. `has_window`: in cells that sequences share llama.cpp may overwrite those behind a sliding
+    window, to which a rollback returns.
     """
-    if settings.max_sequences == 1 or settings.keeps_state:
+    if settings.keeps_state:
         return False
-    return has_window or not settings.max_branches or bool(settings.reproducible)
+    return bool(settings.reproducible) or (settings.max_sequences > 1 and (has_window or not settings.max_branches))
 
 
 def choose_context_length(path: Path, trained: int | None, asked: int | None, default: int = DEFAULT_CONTEXT) -> int:
@@ -186,15 +173,6 @@ def open_for(path: Path, use: ModelUse) -> Any:
         is_repacked=use.is_repacked,
         has_mtp=use.has_mtp,
     )
-
-
-def require_generator(model: Any, path: Path) -> None:
-    """Raises CapabilityError for a model that does not continue text; llama.cpp would end the process on some."""
-    llama = library()
-    if llama.llama_model_has_encoder(model) or not llama.llama_model_has_decoder(model):
-        raise CapabilityError(f"{path.name} is an encoder; give a model that generates text (a decoder)")
-    if llama.llama_model_is_diffusion(model):
-        raise CapabilityError(f"{path.name} is a diffusion model; give one that generates text token by token")
 
 
 def new_context(model: Any, params: Any, cancel: CancelFlag, *, requires_flash: bool) -> Any:

@@ -73,28 +73,56 @@ class HiddenStates:
 
     "scored rows": in the way of every model, which computes all logits, so that a pass that gives them has `most_rows`.
     The others: without further logits, in passes of any width, for architectures whose layers llama.cpp knows.
+    `layers`: whose inputs come before them, or are all that is given (`has_last`).
     """
 
-    def __init__(self, model: Any, context: Any, most_rows: int) -> None:
-        self._context, self._most_rows = context, most_rows
-        self._width = int(library().llama_model_n_embd(model))
+    def __init__(self, model: Any, context: Any, architecture: str, most_rows: int) -> None:
+        llama = library()
+        self._context, self._architecture, self._most_rows = context, architecture, most_rows
+        self._width, self._num_layers = int(llama.llama_model_n_embd(model)), int(llama.llama_model_n_layer(model))
         self.rows: StatesOf = "scored rows"
-        self.are_wanted = False
-        self._num_rows = 0  # of the last pass
+        self.layers: tuple[int, ...] = ()
+        self.are_wanted, self.has_last = False, True
+        self._num_rows = 0  # of the last pass; 0 when it gave none
         self._placed: RowBuffer | None = None
         self._gives: bool | None = None  # what the context was told last
+        self._gives_layers: tuple[int, ...] = ()
 
     def give_of(self, rows: StatesOf) -> None:
         """Give those of other rows from the next pass on."""
         library().llama_set_embeddings(self._context, False)
         self.rows, self._num_rows, self._gives = rows, 0, None
 
+    def read_layers(self, layers: tuple[int, ...]) -> None:
+        """Give the inputs of `layers`, counted from 0, too. Raises CapabilityError where these cannot be had."""
+        if layers and self._architecture not in ARCHITECTURES:
+            raise CapabilityError(
+                f"llama.cpp gives no layer inputs of {self._architecture} models, which EAGLE-3 and DFlash heads need; "
+                f"it does for: {', '.join(sorted(ARCHITECTURES))}"
+            )
+        outside = [layer for layer in layers if not 0 <= layer < self._num_layers]
+        if outside:
+            raise CapabilityError(
+                f"the heads read the input of layer {outside[0]}, but this model has 0..{self._num_layers - 1}: give "
+                "heads that were made for it"
+            )
+        self._tell(())
+        self._tell(layers)  # this build may lack the function
+        self.layers, self._num_rows = layers, 0
+
+    def _tell(self, layers: tuple[int, ...]) -> None:
+        for layer in {*self._gives_layers} ^ {*layers}:
+            extension("set_layer_input")(self._context, layer, layer in layers)
+        self._gives_layers = layers
+
     def prepare(self, rows: RowBuffer, width: int) -> None:
         """The next pass has these `rows`, the first `width` of them the caller's."""
         gives, self._placed = self.are_wanted, rows
-        if self.rows != "scored rows":
+        if gives:
+            self._tell(self.layers)  # from now on: the library plans its graph anew when that changes
+        if self.has_last and self.rows != "scored rows":
             extension("set_states")(self._context, gives, self.rows == "rows with logits")
-        else:
+        elif self.has_last:
             gives = gives and rows.struct.n_tokens <= self._most_rows
             if gives is not self._gives:
                 library().llama_set_embeddings(self._context, gives)
@@ -108,63 +136,28 @@ class HiddenStates:
         self._num_rows = 0
 
     def read(self) -> NDArray[np.float32]:
-        """[rows, hidden size], a view or a copy. Raises CapabilityError when the last pass gave none."""
+        """[rows, feature size], a view or a copy. Raises CapabilityError when the last pass gave none."""
         if not self._num_rows or self._placed is None:
             raise CapabilityError(
                 f"the last pass gave no hidden states: call give_hidden_states(True) before a pass of at most "
                 f"{self._most_rows} rows"
             )
+        found = [self._input_of(layer) for layer in self.layers]
+        if self.has_last:
+            found.append(self._last(self._placed))
+        return np.concatenate(found, axis=1) if self.layers else found[0]
+
+    def _input_of(self, layer: int) -> NDArray[np.float32]:
+        pointer = extension("get_layer_input")(self._context, layer)
+        return np.ctypeslib.as_array(pointer, (self._num_rows, self._width))
+
+    def _last(self, placed: RowBuffer) -> NDArray[np.float32]:
         get = library().llama_get_embeddings if self.rows == "scored rows" else extension("get_states")
         if self.rows != "rows with logits":
             return np.ctypeslib.as_array(get(self._context), (self._num_rows, self._width))
-        with_logits = np.flatnonzero(self._placed.outputs[: self._placed.struct.n_tokens])
+        with_logits = np.flatnonzero(placed.outputs[: placed.struct.n_tokens])
         found = np.ctypeslib.as_array(get(self._context), (with_logits.size, self._width))
         own = with_logits < self._num_rows
         states = np.zeros((self._num_rows, self._width), np.float32)
         states[with_logits[own]] = found[own]
         return states
-
-
-class LayerInputs:
-    """The inputs of chosen layers in the last pass of one context."""
-
-    def __init__(self, model: Any, context: Any) -> None:
-        llama = library()
-        self._context = context
-        self._width = int(llama.llama_model_n_embd(model))
-        self._num_layers = int(llama.llama_model_n_layer(model))
-        self._layers: tuple[int, ...] = ()
-        self.num_rows = 0  # of the last pass; 0 when it gave none
-
-    def ask(self, layers: tuple[int, ...], architecture: str) -> None:
-        """Keep the inputs of `layers`, counted from 0, from the next pass on; no layers: stop doing so.
-
-        Raises CapabilityError for a layer, an `architecture` or a build that does not give them.
-        """
-        if layers and architecture not in ARCHITECTURES:
-            raise CapabilityError(
-                f"llama.cpp gives no layer inputs of {architecture} models, which EAGLE-3 and DFlash heads need; it "
-                f"does for: {', '.join(sorted(ARCHITECTURES))}"
-            )
-        outside = [layer for layer in layers if not 0 <= layer < self._num_layers]
-        if outside:
-            raise CapabilityError(
-                f"the heads read the input of layer {outside[0]}, but this model has 0..{self._num_layers - 1}: give "
-                "heads that were made for it"
-            )
-        for layer in {*self._layers} ^ {*layers}:
-            extension("set_layer_input")(self._context, layer, layer in layers)
-        self._layers = layers
-        self.num_rows = 0
-
-    def passed(self, num_rows: int) -> None:
-        """A pass has ended whose first `num_rows` rows are the caller's."""
-        self.num_rows = num_rows if self._layers else 0
-
-    def read(self) -> NDArray[np.float32]:
-        """A copy [rows of the last pass, layers * width]. Raises CapabilityError when it gave none."""
-        if not self.num_rows:
-            raise CapabilityError("the last pass gave no layer inputs: call give_layer_inputs before it")
-        get = extension("get_layer_input")
-        shape = (self.num_rows, self._width)
-        return np.concatenate([np.ctypeslib.as_array(get(self._context, layer), shape) for layer in self._layers], 1)

@@ -12,13 +12,13 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.checkpoints import MOST_CHECKPOINTS, Checkpoints
+from edgespec.engines.model_use import MOST_CHECKPOINTS
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import Source
-from edgespec.engines.rows import SequenceRows
+from edgespec.engines.rows import Checkpoints, SequenceRows
 from edgespec.errors import BatchError, CapabilityError, StateError
 from edgespec.formats.onnx.tiles import STATES
 from edgespec.kernels.memory import NO_FLOOR, KernelStates, StateSizes, states_bytes

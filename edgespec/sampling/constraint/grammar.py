@@ -30,14 +30,12 @@ LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 # llguidance calls itself once for each link of a chain of rules or references: 10 KiB of stack each at most, measured
 # for objects, whose 1,000 overflow the 8 MiB of a thread on Linux. It limits nesting itself, but neither chains nor the
 # time that a schema takes, which doubles with each `anyOf` that is merged into another (1.5 kB: 11 s). So it compiles
-# every grammar in a child first, and here what has passed there, on more stack.
-MOST_LINKS = 4000
+# every grammar in a child first, on a stack for 4,000 links, and here what has passed there, on twice as much.
 _MOST_LEVELS = 120  # of lists and objects, as the library's reader of JSON has it
 _MOST_SAID = 800  # characters
-_STACK_BYTES = (8 << 20) + MOST_LINKS * (16 << 10)  # reserved, and used as far as a chain is long
+_STACK_BYTES = 72 << 20  # reserved, and used as far as a chain is long
 ONE_OF = "oneOf is taken as anyOf: its parts cannot be told apart while the answer is written"
 _CHILDREN = Containment(__name__, most=4, limit_s=2.0, niceness=10)
-_RULE, _REFERENCE = re.compile(r"(?m)^[ \t]*[?!]?[A-Za-z_]\w*"), re.compile(r'"\$ref"\s*:\s*("(?:[^"\\]|\\.)*")')
 _TO_ESCAPE, _ESCAPED = re.compile(r"(?s)\\.|[/\n]"), {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
 _CODE_POINT = re.compile(r"(?s)\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)")
 _WORDS, _LARK_NAME, _OTHER_NAME = re.compile(r"([a-z])([A-Z])"), re.compile(r"[a-z][a-z0-9_]*"), "rule_number_"
@@ -146,7 +144,7 @@ def compiled(grammar: Grammar, library: Library) -> tuple[LLMatcher, Checked]:
         found = _CHILDREN.run(checked, grammar)
     except Overrun as exc:
         raise ConfigError(f"{grammar.kind} cannot be used: {exc}; use a simpler one") from exc
-    matcher = on_stack(_STACK_BYTES, lambda: library.matcher(found.source))
+    matcher = on_stack(2 * _STACK_BYTES, lambda: library.matcher(found.source))
     if matcher.is_error():
         raise ConfigError(f"{grammar.kind} cannot be used: {_short(matcher.get_error().strip())}")
     return matcher, found
@@ -172,10 +170,6 @@ def _checked(grammar: Grammar) -> Checked:
         body = {"lark_grammar": f"start: TEXT\nTEXT: /{_slashed(grammar.text)}/"}
     else:
         body = {"lark_grammar": with_cleaned_schemas(_as_lark(grammar.text), notes)}
-    num_links = _num_links(body)
-    if num_links > MOST_LINKS:
-        what = "$ref to different places" if schema is not None else "rules"
-        raise ConfigError(f"{grammar.kind} cannot be used: it has {num_links} {what}; at most {MOST_LINKS} are allowed")
     grammars = [body]
     if grammar.free_until is not None:
         # A lazy rule is over as soon as the text is complete; models put empty lines behind it.
@@ -198,10 +192,3 @@ def _short(problem: str) -> str:
     """An error of the library in plain words, without the middle of a long pattern; the reason is at its end."""
     problem = in_plain_words(problem)
     return problem if len(problem) <= _MOST_SAID else f"{problem[: _MOST_SAID // 2]} ... {problem[-_MOST_SAID // 2 :]}"
-
-
-def _num_links(body: Mapping[str, Any]) -> int:
-    if "lark_grammar" in body:
-        text = body["lark_grammar"]
-        return len(_RULE.findall(text)) + len(set(_REFERENCE.findall(text)))
-    return len(set(_REFERENCE.findall(json.dumps(body))))

@@ -1,14 +1,18 @@
-"""JSON schemas as llguidance takes them: exact numbers and known formats."""
+"""JSON schemas as llguidance takes them: known formats, and numbers that a double holds.
+
+It reads every number as a double, and ranges of integers as int64: another value would be allowed than the one that was
+asked for, and a range that begins at -2**63 never ends.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeGuard
 
 from edgespec.errors import ConfigError, shown
-from edgespec.sampling.constraint.numbers import require_exact, with_bounds
 
 Part = tuple[str, dict[str, Any]]  # the path of a schema within another, and the schema
 # Those that the library keeps. JSON schema itself asks for none to be kept: the others are notes on what a text is.
@@ -19,6 +23,8 @@ _NO_SCHEMAS = (*_VALUES, "default", "examples", "example")
 _CLASS = re.compile(r"(?s)\[\^((?:\\.|[^\]\\])*)\]")
 _EMBEDDED = "%json"
 _MOST_NOTES = 8
+_FAR = 2**63 - 1024  # the largest double within int64: a bound behind it is a bound of that type, not of the values
+_BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 
 
 def cleaned(schema: dict[str, Any], kind: str, notes: list[str]) -> dict[str, Any]:
@@ -49,8 +55,8 @@ def _clean(part: dict[str, Any], notes: list[str]) -> None:
         if is_of_texts and note not in notes and len(notes) < _MOST_NOTES:
             notes.append(note)
     for name in _VALUES:
-        require_exact(part.get(name))
-    part.update(with_bounds(part))
+        _require_exact(part.get(name))
+    part.update(_with_bounds(part))
 
 
 def _without_controls(found: re.Match[str]) -> str:
@@ -106,3 +112,55 @@ def with_cleaned_schemas(lark: str, notes: list[str]) -> str:
             part = f" {json.dumps(cleaned(schema, 'grammar', notes))}{part[end:]}"
         found.append(part)
     return _EMBEDDED.join(found)
+
+
+# -- numbers
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _with_bounds(part: Mapping[str, Any]) -> dict[str, Any]:
+    """The bounds of one schema as the library keeps them; {} where they are already. Raises ValueError.
+
+    Bounds at or behind those of int64 become the nearest doubles within it.
+    """
+    changed: dict[str, Any] = {}
+    for name, side in _BOUNDS.items():
+        bound = part.get(name)
+        if not _is_number(bound):
+            continue
+        if abs(bound) >= _FAR:
+            if (bound > 0) != (side > 0):
+                raise ValueError(
+                    f"{name} {shown(bound)} leaves only numbers behind 2**63, which cannot be kept exactly"
+                )
+            changed[name] = side * _FAR
+        elif not _is_exact(bound):
+            raise ValueError(f"{name} {shown(bound)} cannot be kept exactly: take {int(float(bound))}, or a string")
+    return changed
+
+
+def _require_exact(values: Any) -> None:
+    """Raises ValueError for a number, in a value that an answer is to have, that the library would round."""
+    for each in scalars(values):
+        if _is_number(each) and (abs(each) >= _FAR or not _is_exact(each)):
+            raise ValueError(f"the value {shown(each)} cannot be kept exactly: take one within 2**53, or a string")
+
+
+def _is_exact(value: float) -> bool:
+    return math.isfinite(value) and int(float(value)) == value if isinstance(value, int) else math.isfinite(value)
+
+
+def scalars(value: Any) -> Iterator[Any]:
+    """Everything in a JSON value that is no list or object."""
+    rest = [value]
+    while rest:
+        each = rest.pop()
+        if isinstance(each, dict):
+            rest += each.values()
+        elif isinstance(each, list):
+            rest += each
+        else:
+            yield each

@@ -1,0 +1,500 @@
+"""Heads of a file on our kernels, for a target on any engine: EAGLE's layer is a draft head like any other.
+
+Tokens outside the heads' vocabulary are never proposed; the target can still sample them. Matrices are 8 bits a weight:
+a draft of one row costs the bytes that it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from edgespec.engines.head import Confidences, DraftHead, HeadFacts, States
+from edgespec.engines.model_use import ModelUse
+from edgespec.engines.onnx.graph import read_graph
+from edgespec.engines.onnx.kernel_engine import KernelEngine
+from edgespec.engines.onnx.kernel_head import KernelHead
+from edgespec.engines.onnx.library import run_options, translated
+from edgespec.engines.onnx.sessions import open_session
+from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
+from edgespec.engines.onnx.source import TILE_ROWS, Source, packed_tiles
+from edgespec.errors import CapabilityError, EngineError, ModelFileError
+from edgespec.formats.head_file import PROJECT, HeadFile
+from edgespec.formats.onnx.eagle import EagleConfig
+from edgespec.formats.onnx.graph import MemoryWriter, Nodes
+from edgespec.formats.onnx.llama import llama_graph
+from edgespec.formats.onnx.tiles import DOMAIN, NORM, Tiles, q8_0
+from edgespec.kernels import tiles
+from edgespec.kernels.library import library_path, why_missing
+from edgespec.types import Logits, TokenIds
+from edgespec.vocabulary import Vocabulary
+
+CONTEXT = 2048  # pairs that it attends to
+THREADS = 2  # reading the weights is most of a pass, and two cores read faster; more take longer to wake
+HEAD_MULTIPLE = 16  # of the size of attention heads
+ROWS_AT_ONCE = 1024  # quantised
+_LEAST_SQUARE = np.float32(1e-6)
+NEVER = np.float32(-1e30)  # a logit; finite, so that no bias makes it NaN
+FIRST_ROOM = 256  # rows of tokens of the text
+NAMES = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm", "lm_head": "rows"}
+
+
+class ScoredTokens:
+    """The tokens of a text that are scored: frequent ones always, others once they occur; the row of logits they fill.
+
+    A draft pays for every row of the target's head that it reads. Rare words of an answer mostly come from the prompt
+    or from the answer so far: in SmolLM2's answers to Spec-Bench 8,192 frequent tokens are 90% of all, and 97% with
+    those that occurred before; 16,384 are 95% (FR-Spec, arXiv 2502.14856, keeps frequent ones only).
+    """
+
+    def __init__(self, heads: HeadFile, vocabulary_size: int, rows: NDArray[np.floating]) -> None:
+        manifest = heads.manifest
+        self._rows, self._scale = rows, np.float32(manifest.scale)
+        self._token_ids, self._frequent = heads.token_ids, heads.frequent
+        self._slots = np.full(vocabulary_size, -1, np.int32)
+        self._slots[heads.token_ids] = np.arange(heads.token_ids.size)
+        self._always = heads.token_ids if heads.frequent is None else heads.token_ids[heads.frequent]
+        self._is_known = np.zeros(heads.token_ids.size, np.bool_)  # scored already
+        room = 0 if heads.frequent is None else FIRST_ROOM
+        self._met_rows = np.zeros((room, manifest.hidden_size), np.float32)
+        self._row = np.zeros((1, manifest.vocabulary_size), np.float32)  # without the target's padding
+        self.begin()
+
+    def another(self) -> ScoredTokens:
+        """The same for another text; the rows of the head are shared."""
+        found = copy(self)
+        found._is_known, found._row = self._is_known.copy(), np.zeros_like(self._row)
+        found._met_rows = np.zeros((min(len(self._met_rows), FIRST_ROOM), self._met_rows.shape[1]), np.float32)
+        found.begin()
+        return found
+
+    def begin(self) -> None:
+        """A new text."""
+        self._num_read = self._num_met = 0
+        self._is_known[:] = self._frequent is None
+        if self._frequent is not None:
+            self._is_known[self._frequent] = True
+        self._ids = self._always
+        self._row[:] = NEVER
+
+    def read(self, token_ids: TokenIds) -> None:
+        """Score the tokens of the text `token_ids` [n] from now on; it is the last one, continued, or another one."""
+        if self._frequent is None:
+            return
+        if token_ids.size < self._num_read:
+            self.begin()
+        slots = self._slots[token_ids[self._num_read :]]
+        self._num_read = token_ids.size
+        # Not np.unique, whose first call imports numpy.ma: 65 ms of a first answer.
+        new = np.array(sorted(set(slots[(slots >= 0) & ~self._is_known[slots]].tolist())), np.intp)
+        if not new.size:
+            return
+        self._is_known[new] = True
+        count = self._num_met + new.size
+        if count > len(self._met_rows):
+            grown = np.zeros((2 * count, self._met_rows.shape[1]), np.float32)
+            grown[: self._num_met] = self._met_rows[: self._num_met]
+            self._met_rows = grown
+        self._met_rows[self._num_met : count] = self._rows[new].astype(np.float32) * self._scale
+        self._num_met = count
+        self._ids = np.concatenate((self._ids, self._token_ids[new]))
+
+    def slots_of(self, token_ids: TokenIds) -> NDArray[np.int32]:
+        """Rows of the file's vocabulary of `token_ids` [n]; -1 for tokens that it lacks."""
+        return self._slots[token_ids]
+
+    def logits(self, states: States, scores: States) -> Logits:
+        """Logits [n, the heads' vocabulary], until the next call, of `states` [n, width], given `scores` [n, frequent].
+
+        Raises EngineError for scores that are not finite: finite weights may have products that overflow.
+        """
+        if self._num_met:
+            # Not by BLAS: its threads spin for more work, and would take cores from the target's next pass.
+            with np.errstate(over="ignore", invalid="ignore"):
+                met = np.einsum("nd,md->nm", states, self._met_rows[: self._num_met])
+            scores = np.concatenate((scores, met), axis=1)
+        if not np.isfinite(scores).all():
+            raise EngineError(
+                "the heads gave scores that are not finite: they are damaged, or overflow with this target. Train them "
+                "again (scripts/train/heads.py), or use another drafter"
+            )
+        rows = self._row if len(scores) == 1 else np.full((len(scores), self._row.size), NEVER)
+        rows[:, self._ids] = scores
+        return rows
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in (self._slots, self._is_known, self._met_rows, self._row, self._ids))
+
+
+class HeadText:
+    """What heads of a file read of the target's states and of tokens, and which tokens they score, for one text.
+
+    `given_layers`: of the target, whose inputs precede the last state in what it gives, the heads' own among them.
+    """
+
+    def __init__(self, heads: HeadFile, vocabulary_size: int, given_layers: tuple[int, ...]) -> None:
+        """Raises ModelFileError where the rows of the heads' vocabulary are all zero, or too large to be scaled."""
+        manifest = heads.manifest
+        self._columns, self._num_inputs = columns_of(heads, given_layers), len(manifest.layers)
+        self._is_projected, self._embedding = PROJECT in heads.arrays, heads.embedding
+        self.feature_width = manifest.feature_size // (len(manifest.layers) + 1) * (len(given_layers) + 1)
+        # The rows of the head are the input embeddings too, scaled to unit size; a token without one is zero.
+        with np.errstate(over="ignore"):
+            size = float(np.sqrt(np.mean(np.square(heads.vocabulary))))
+        if not 0 < size < np.inf:
+            raise ModelFileError(
+                f"the {manifest.kind} heads' vocabulary has rows of mean size {size:g}: train them again "
+                "(scripts/train/heads.py), or leave them out"
+            )
+        self._size = np.float32(1.0 / size)
+        is_read = heads.embedding is None or heads.frequent is not None
+        self._rows = heads.vocabulary[: None if is_read else 0].astype(np.float16)
+        self.scored = ScoredTokens(heads, vocabulary_size, self._rows)
+
+    def another(self) -> HeadText:
+        found = copy(self)
+        found.scored = self.scored.another()
+        return found
+
+    def read(self, features: States) -> States:
+        """The target's states [n, all given ones] as the heads read them [n, all of theirs].
+
+        Inputs of layers grow with the depth and are scaled to unit size; the last state has been through a norm.
+        """
+        if self._columns is not None:
+            features = features[:, self._columns]
+        if not (self._is_projected and self._num_inputs):
+            return features
+        states = features.reshape(len(features), self._num_inputs + 1, -1).copy()
+        inputs = states[:, :-1]
+        inputs /= np.sqrt(np.mean(np.square(inputs), axis=2, keepdims=True) + _LEAST_SQUARE)
+        return states.reshape(features.shape)
+
+    def embed(self, token_ids: TokenIds) -> States:
+        """Input rows [n, hidden size] of `token_ids` [n]."""
+        if self._embedding is not None:
+            return self._embedding.rows(token_ids)
+        slots = self.scored.slots_of(token_ids)
+        rows: States = self._rows[slots].astype(np.float32) * self._size
+        rows[slots < 0] = 0.0
+        return rows
+
+    @property
+    def num_bytes(self) -> int:
+        tables = self._rows.nbytes + (0 if self._embedding is None else self._embedding.num_bytes)
+        return self.scored.num_bytes + tables
+
+
+def columns_of(heads: HeadFile, given_layers: tuple[int, ...]) -> NDArray[np.intp] | None:
+    """Places of the states that `heads` read among those of all `given_layers` and the last; None: they read all."""
+    manifest = heads.manifest
+    if given_layers == manifest.layers:
+        return None
+    width = manifest.feature_size // (len(manifest.layers) + 1)
+    blocks = [*(given_layers.index(layer) for layer in manifest.layers), len(given_layers)]
+    return np.concatenate([np.arange(block * width, (block + 1) * width) for block in blocks])
+
+
+class HeadTiles:
+    """`TiledWeights` of heads, by the names of a Llama of one layer."""
+
+    is_tied = False
+
+    def __init__(self, heads: HeadFile, kind: str) -> None:
+        self._usual = kind
+        rows = heads.frequent_rows * np.float32(heads.manifest.scale)
+        arrays = {name.replace(".", "_"): array for name, array in heads.arrays.items()}
+        self._arrays: Mapping[str, NDArray[np.float32]] = {**arrays, "rows": rows}
+
+    def vector(self, name: str) -> NDArray[np.float32]:
+        last = name.removesuffix(".weight").rpartition(".")[2]
+        return self._arrays[NAMES.get(last, last)]
+
+    def shape(self, name: str) -> tuple[int, int]:
+        outputs, inputs = self.vector(name).shape
+        return outputs, inputs
+
+    def _kind(self, name: str) -> str:
+        return "F32" if self.shape(name)[1] % 32 else self._usual
+
+    def type_number(self, name: str) -> int:
+        return tiles.TYPES[self._kind(name)]
+
+    def num_bytes(self, name: str) -> int:
+        found = tiles.packed_bytes(self._kind(name), *self.shape(name))
+        assert found is not None
+        return found
+
+    def pack(self, name: str, out: NDArray[np.uint8]) -> list[Callable[[], None]]:
+        whole, kind = self.vector(name), self._kind(name)
+        tile_bytes = self.num_bytes(name) // -(-len(whole) // TILE_ROWS)
+
+        def fill(start: int) -> None:
+            rows = np.ascontiguousarray(whole[start : start + ROWS_AT_ONCE])
+            place = out[start // TILE_ROWS * tile_bytes :][: -(-len(rows) // TILE_ROWS) * tile_bytes]
+            if not tiles.pack(kind, q8_0(rows) if kind == "Q8_0" else rows.view(np.uint8), rows.shape[1], place):
+                raise ModelFileError(f"the heads hold weights in {name} that are too large: train them again")
+
+        return [partial(fill, start) for start in range(0, len(whole), ROWS_AT_ONCE)]
+
+
+class HeadLayer(Source):
+    """The layer of `heads` as the source of an engine."""
+
+    is_drafter = True
+    max_positions = 1 << 20  # rotary tables are made as long as they are needed
+
+    def __init__(self, heads: HeadFile, weights: HeadTiles) -> None:
+        self.path = self.folder = Path()
+        self.files = ()
+        self._heads, self._weights = heads, weights
+
+    def forget(self) -> None:
+        """Let go of the floats, which nobody needs once there is a session."""
+        del self._heads, self._weights
+
+    def config(self) -> ModelConfig:
+        return ModelConfig("eagle", self.max_positions, self._heads.manifest.head_dim)
+
+    def tokenizer_bytes(self) -> int:
+        return 0
+
+    def graph(self, cells: int = 0) -> Any:
+        return self._write(cells)[0]
+
+    def arrays(self, cells: int) -> Mapping[str, NDArray[Any]]:
+        data = self._write(cells)[1]
+        return {**data.arrays, **packed_tiles(data)}
+
+    def _write(self, cells: int) -> tuple[Any, MemoryWriter]:
+        sizes, data = self._heads.manifest, MemoryWriter()
+        halves = np.arange(0, sizes.head_dim, 2, dtype=np.float32) / np.float32(sizes.head_dim)
+        own = self._heads.arrays.get("frequencies")
+        divisors = () if own is None else tuple((np.float32(sizes.rope_theta) ** -halves / own).tolist())
+        config = EagleConfig(
+            hidden_size=sizes.hidden_size,
+            intermediate_size=sizes.ffn,
+            num_layers=1,
+            num_heads=sizes.heads,
+            num_kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            vocab_size=len(self._heads.frequent_rows),
+            max_positions=max(cells, 1),
+            norm_epsilon=sizes.norm_eps,
+            rope_theta=sizes.rope_theta,
+            rope_divisors=divisors,
+            is_fused=sizes.generation == 3,
+            norms_residual=sizes.norms_residual,
+        )
+        return llama_graph(config, data, lambda nodes: Tiles(self._weights, nodes)), data
+
+
+class EagleHead(KernelHead):
+    """One text's view of the layer. Make it with `load_eagle`."""
+
+    def __init__(self, engine: KernelEngine, text: HeadText, fuse: _Graph | None, slot: int = 0) -> None:
+        super().__init__(engine, slot)
+        self._text, self._fuse = text, fuse
+        width = self.facts.width // 2  # a pair is a state and an embedding
+        own = self.facts.num_bytes + text.num_bytes + (0 if fuse is None else fuse.num_bytes)
+        self.facts = replace(self.facts, feature_width=text.feature_width, width=width, num_bytes=own)
+
+    def follow(self, token_ids: TokenIds) -> None:
+        self._text.scored.read(token_ids)
+
+    def encode(self, features: States) -> States:
+        self._check_features(features)
+        found = self._text.read(features)
+        if self._fuse is None:
+            return found
+        return self._fuse.run(features=found[:, : self._fuse.widths["features"]])[0]  # EAGLE-3's lack the last state
+
+    def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
+        scores, state = super().decode(token_ids, states)
+        return self._text.scored.logits(state[None], scores[None])[0], state
+
+    def branch(
+        self, token_ids: TokenIds, states: States, parents: list[int], wanted: list[int]
+    ) -> tuple[Logits, States]:
+        scores, found = super().branch(token_ids, states, parents, wanted)
+        return self._text.scored.logits(found, scores), found
+
+    def _read(self, token_ids: TokenIds, states: States) -> States:
+        return np.concatenate((states, self._text.embed(token_ids)), axis=1)
+
+    def another(self, sequence: int) -> EagleHead:
+        return EagleHead(self._engine, self._text.another(), self._fuse, sequence)
+
+
+class MedusaHead(DraftHead):
+    """Medusa (arXiv 2401.10774): one small head per drafted token, all on the target's last hidden state.
+
+    A head knows the state and the token that was sampled from it, not what the heads before it propose. Make it with
+    `load_medusa`.
+    """
+
+    def __init__(self, heads: HeadFile, text: HeadText, graph: _Graph, end_ids: frozenset[int]) -> None:
+        self._text, self._graph = text, graph
+        self._state = np.zeros((1, heads.manifest.feature_size), np.float32)
+        self.start = self.end = 0
+        self.facts = HeadFacts(
+            context_length=1,
+            layers=(),
+            feature_width=text.feature_width,
+            width=heads.manifest.hidden_size,
+            end_ids=end_ids,
+            num_bytes=graph.num_bytes + text.num_bytes,
+            most_drafted=heads.manifest.depth,
+        )
+
+    def follow(self, token_ids: TokenIds) -> None:
+        self._text.scored.read(token_ids)
+
+    def inject(self, features: States) -> None:
+        """The last state alone is read."""
+        self._check_features(features)
+        self._state = self._text.read(features[-1:])
+
+    def block(self, token_id: int) -> tuple[Logits, Confidences | None]:
+        states, scores = self._graph.run(state=self._state, embedded=self._text.embed(np.array([token_id])))
+        return self._text.scored.logits(states, scores), None
+
+    def rollback(self, to_end: int) -> None:
+        """There is no cache."""
+
+    def drop_before(self, start: int) -> None:
+        """There is no cache."""
+
+    def restart(self, position: int) -> None:
+        """There is no cache."""
+
+    def another(self, sequence: int) -> MedusaHead:
+        found = copy(self)
+        found._text = self._text.another()
+        return found
+
+    def cancel(self) -> None:
+        """A draft takes less than a millisecond."""
+
+    def clear_cancel(self) -> None:
+        """See `cancel`."""
+
+    def close(self) -> None:
+        """The graph goes with the last text."""
+
+
+class _Graph:
+    """A session of some products. `widths` of its inputs, each of which has rows [n, width]."""
+
+    def __init__(self, nodes: Nodes, data: MemoryWriter, inputs: dict[str, int], outputs: dict[str, int]) -> None:
+        self.widths = inputs
+        given, made = (
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, f"{name} rows", width]) for name, width in of]
+            for of in (inputs.items(), outputs.items())
+        )
+        arrays = {**data.arrays, **packed_tiles(data)}
+        graph = nodes.model(given, made).SerializeToString()
+        self._session = open_session(graph, Path(), threads=THREADS, provider="cpu", arrays=arrays)
+        self._options, self.num_bytes = run_options(), sum(array.nbytes for array in arrays.values())
+
+    def run(self, **rows: States) -> list[States]:
+        """Rows of each output."""
+        given = {name: np.ascontiguousarray(each[None]) for name, each in rows.items()}
+        with translated(self._options):
+            return [found[0] for found in self._session.run(None, given, self._options)]
+
+
+def _fuse(heads: HeadFile, weights: HeadTiles, matrix: str) -> _Graph:
+    """What makes one state of several of the target's: a matrix, in EAGLE-3 behind a norm."""
+    sizes, data = heads.manifest, MemoryWriter()
+    nodes, value = Nodes(data), "features"
+    if sizes.norms_features:
+        weight = nodes.store("feature_norm", heads.arrays["feature_norm"])
+        nodes.add(NORM, [value, weight], [value := "normed"], "Norm", domain=DOMAIN, epsilon=sizes.norm_eps)
+    Tiles(weights, nodes).product("/fuse/MatMul", value, [f"model.{matrix}.weight"], "states")
+    width = weights.shape(f"model.{matrix}.weight")[1]
+    return _Graph(nodes, data, {"features": width}, {"states": sizes.hidden_size})
+
+
+def _medusa(heads: HeadFile, weights: HeadTiles) -> _Graph:
+    """States and scores of all heads: a head adds to the state what its blocks make of it, and of the token first."""
+    sizes, data = heads.manifest, MemoryWriter()
+    nodes, state = Nodes(data), "state"
+    form = Tiles(weights, nodes)
+    if sizes.is_projected:
+        form.product("/project/MatMul", "state", [f"model.{PROJECT}.weight"], "projected")
+        state = "projected"
+    nodes.add("Concat", [state, "embedded"], ["first"], "first", axis=-1)
+    found = []
+    for head in range(sizes.depth):
+        value, given = state, "first"
+        for block in range(sizes.blocks):
+            here = f"/head{head}/block{block}"
+            bias = nodes.store(f"bias{here}", heads.arrays[f"bias.{head}.{block}"])
+            form.products(f"{here}/MatMul", given, [f"model.weight_{head}_{block}.weight"], [f"{here}/x"], bias)
+            nodes.add("Sigmoid", [f"{here}/x"], [f"{here}/gate"], f"{here}/Sigmoid")
+            nodes.add("Mul", [f"{here}/x", f"{here}/gate"], [f"{here}/silu"], f"{here}/Mul")
+            nodes.add("Add", [value, f"{here}/silu"], [f"{here}/state"], f"{here}/Add")
+            value = given = f"{here}/state"
+        found.append(value)
+    nodes.add("Concat", found, ["states"], "states", axis=1)
+    form.product("/rows/MatMul", "states", ["lm_head.weight"], "scores")
+    widths = {"states": sizes.hidden_size, "scores": len(heads.frequent_rows)}
+    return _Graph(nodes, data, {"state": sizes.feature_size, "embedded": sizes.hidden_size}, widths)
+
+
+def _require_kernels() -> None:
+    if library_path() is None:
+        raise CapabilityError(f"heads of a file run on edgespec's own kernels, which are missing here: {why_missing()}")
+
+
+def load_medusa(
+    heads: HeadFile, vocabulary: Vocabulary, given_layers: tuple[int, ...] = (), *, kind: str = "Q8_0"
+) -> MedusaHead:
+    """`heads` of the kind medusa. Arguments and errors as of `load_eagle`."""
+    _require_kernels()
+    text = HeadText(heads, vocabulary.size, given_layers)
+    return MedusaHead(heads, text, _medusa(heads, HeadTiles(heads, kind)), vocabulary.end_ids)
+
+
+def load_eagle(
+    heads: HeadFile,
+    vocabulary: Vocabulary,
+    given_layers: tuple[int, ...] = (),
+    *,
+    context_length: int = CONTEXT,
+    sequences: int = 1,
+    threads: int = THREADS,
+    kind: str = "Q8_0",
+) -> EagleHead:
+    """The layer of `heads` of the kind eagle, of either generation, for a target with this `vocabulary`.
+
+    `given_layers`: as of `HeadText`; `kind`: of weights, F32 to compare with. Raises CapabilityError without the
+    kernels, or for a size that they do not have, ModelFileError for weights that are no use.
+    """
+    sizes = heads.manifest
+    _require_kernels()
+    if sizes.head_dim % HEAD_MULTIPLE:
+        raise CapabilityError(
+            f"these heads have {sizes.head_dim} values in a head of attention; allowed: multiples of 16"
+        )
+    text = HeadText(heads, vocabulary.size, given_layers)
+    matrix = "fc" if sizes.generation == 3 else PROJECT if sizes.is_projected else ""
+    weights = HeadTiles(heads, kind)
+    source = HeadLayer(heads, weights)
+    graph = read_graph(source, cells=context_length, hidden_states=True)
+    use = ModelUse(context_length, threads=threads, max_sequences=sequences, provider="cpu")
+    settings = OnnxSettings.checked(graph, source.config(), use)
+    fuse = _fuse(heads, weights, matrix) if matrix else None
+    engine = KernelEngine(source, graph, settings, source.config(), vocabulary)
+    source.forget()
+    return EagleHead(engine, text, fuse)
