@@ -30,13 +30,11 @@ import hashlib
 import importlib.util
 import json
 import os
-import queue
 import re
 import shlex
 import shutil
 import subprocess
 import textwrap
-import threading
 import time
 import tomllib
 from collections.abc import Iterator
@@ -482,59 +480,37 @@ def gets_pip() -> bool:
 
 
 def step(name: str, command: list[str], log: Path) -> None:
-    """Run one command with a ticker; on failure, show the end of its output and the likely fix, and leave."""
-    started_s = time.monotonic()
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,  # a question that nobody sees would wait for ever
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-    ) as process:
+    """Run one command with a ticker, its output into `log`; on failure, show its end and the likely fix, and leave."""
+    started_s = shown_s = time.monotonic()
+    live = sys.stderr.isatty()
+    null = subprocess.DEVNULL  # a question that nobody sees would wait for ever
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, cwd=ROOT, stdin=null, stdout=output, stderr=subprocess.STDOUT) as process,
+    ):
         try:
-            lines = follow(process, name, log, started_s)
+            while process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.2)
+                now_s = time.monotonic()
+                if now_s - shown_s >= (0.2 if live else SECONDS_BETWEEN_LINES):
+                    shown_s = now_s
+                    tell_progress(name, now_s - started_s, (last_lines(log) or [""])[-1], live)
         except BaseException:
             process.terminate()
             raise
+    if live:
+        print("\r" + " " * (shutil.get_terminal_size().columns - 1), end="\r", file=sys.stderr, flush=True)
     elapsed = clock(time.monotonic() - started_s)
     if process.returncode:
-        fail(name, elapsed, lines, log)
+        fail(name, elapsed, log)
     say(f"{name}: done in {elapsed}")
 
 
-def follow(process: "subprocess.Popen[str]", name: str, log: Path, started_s: float) -> list[str]:
-    """Copy the output to `log` and show its last line with the time that has passed; all lines, at the end."""
-    lines: queue.Queue[str | None] = queue.Queue()
-    threading.Thread(target=pump, args=(process.stdout, lines), daemon=True).start()
-    seen: list[str] = []
-    shown_s = started_s
-    live = sys.stderr.isatty()
-    with log.open("w", encoding="utf-8") as file:
-        while True:
-            try:
-                line = lines.get(timeout=1)
-                if line is None:
-                    break
-                seen.append(line.rstrip())
-                file.write(line)
-                file.flush()
-            except queue.Empty:
-                pass
-            now_s = time.monotonic()
-            if now_s - shown_s >= (0.2 if live else SECONDS_BETWEEN_LINES):
-                shown_s = now_s
-                tell_progress(name, now_s - started_s, seen[-1] if seen else "", live)
-    if live:
-        print("\r" + " " * (shutil.get_terminal_size().columns - 1), end="\r", file=sys.stderr, flush=True)
-    return seen
-
-
-def pump(stream: "IO[str]", lines: "queue.Queue[str | None]") -> None:
-    for line in stream:
-        lines.put(line)
-    lines.put(None)
+def last_lines(log: Path, most_bytes: int = 1 << 12) -> list[str]:
+    with log.open("rb") as file:
+        file.seek(max(log.stat().st_size - most_bytes, 0))
+        return file.read().decode("utf-8", "replace").splitlines()
 
 
 def tell_progress(name: str, elapsed_s: float, last_line: str, live: bool) -> None:
@@ -546,9 +522,9 @@ def tell_progress(name: str, elapsed_s: float, last_line: str, live: bool) -> No
         say(text)
 
 
-def fail(name: str, elapsed: str, lines: list[str], log: Path) -> None:
-    output = "\n".join(lines)
-    print("\n".join(line[:MOST_SHOWN] for line in lines[-20:]), file=sys.stderr)
+def fail(name: str, elapsed: str, log: Path) -> None:
+    output = log.read_text(encoding="utf-8", errors="replace")
+    print("\n".join(line[:MOST_SHOWN] for line in output.splitlines()[-20:]), file=sys.stderr)
     print(f"\nerror: {name} failed after {elapsed}; the whole output is in {log}", file=sys.stderr)
     fixes = [fix for pattern, fix in LIKELY_FIXES if re.search(pattern, output)]
     if fixes:

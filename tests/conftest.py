@@ -211,11 +211,11 @@ def tiny_graph_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session")
-def four_bit_path(onnx_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def four_bit_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo target with weights of 4 bits."""
-    from plain_demo import four_bit_demo
+    from tiny_graphs import graph
 
-    return four_bit_demo(onnx_path.parent, tmp_path_factory.mktemp("int4") / "target")
+    return graph(DEMO / "hf" / "target", tmp_path_factory.mktemp("int4") / "target", "int4")
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ drafts as soon as the text shows whether they were right.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -93,6 +93,7 @@ class AutoController(Controller):
         clock: Clock = perf_counter,
         first: AutoController | None = None,
     ) -> None:
+        super().__init__()
         self.drafters, self.costs = dict(drafters), costs
         self._clock = self._own_clock = clock
         costs.add({name: drafter.costs_once for name, drafter in drafters.items()})
@@ -103,8 +104,6 @@ class AutoController(Controller):
         self._states = self._of_kind("greedy")
         self._unused = UnusedDrafts()
         self._round: Round | None = None
-        self._asked, self._left_out = "", set[str]()  # who drafts; who failed and is left out until `begin`
-        self._dropped = set[str]()  # who was closed
         self._context_ids: TokenIds = np.empty(0, np.int32)  # of the round in progress
         self._prompt_tokens, self._prefill_s = 0, 0.0
         self._is_new = True  # no round of this answer was decided yet
@@ -125,7 +124,7 @@ class AutoController(Controller):
             if name not in self._dropped:
                 drafter.begin(prompt_ids)
         self._unused.clear()
-        self._left_out &= self._dropped
+        self._take_back()
         self._round, self._is_new, self._was_wide, self._prefill_s = None, True, False, prefill_s
         self._open_bank()
 
@@ -134,20 +133,14 @@ class AutoController(Controller):
         self.bank.open(2 * c.START_PASSES * self.costs.curve.at(1), self._prefill_s)
 
     def leave_out(self) -> str:
-        self._left_out.add(self._asked)
         self._round = None
-        return self._asked
-
-    def drop(self, names: Collection[str]) -> None:
-        self._dropped.update(names)
-        self._left_out.update(names)
+        return super().leave_out()
 
     # -- deciding
 
     def proposing(self, request: DraftRequest) -> Passes[Proposal]:
         costs, bank = self.costs, self.bank
         self._context_ids = request.token_ids
-        costs.follow_threads()
         bank.at_load(costs.num_sequences)
         if self._is_new:  # a request tells the kind of the whole answer
             self._is_new = False

@@ -32,6 +32,10 @@ Clock = Callable[[], float]
 class Controller(ABC):
     """Proposes before each round and learns from its outcome."""
 
+    def __init__(self) -> None:
+        self._asked = ""  # the drafter that drafts
+        self._left_out, self._dropped = set[str](), set[str]()  # until `begin`, and for good
+
     @abstractmethod
     def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None) -> None:
         """A new generation starts from `prompt_ids` [n], which the target took `prefill_s` to read.
@@ -46,13 +50,19 @@ class Controller(ABC):
         Asks for the passes of draft models.
         """
 
-    @abstractmethod
     def leave_out(self) -> str:
         """The drafter that was asked last has failed: leave it out until `begin`. Returns its name."""
+        self._left_out.add(self._asked)
+        return self._asked
 
-    @abstractmethod
     def drop(self, names: Collection[str]) -> None:
         """These drafters were closed: leave them out for good."""
+        self._dropped.update(names)
+        self._left_out.update(names)
+
+    def _take_back(self) -> None:
+        """A generation begins: what failed in the last one may be asked again."""
+        self._left_out &= self._dropped
 
     @abstractmethod
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
@@ -63,13 +73,12 @@ class FixedLength(Controller):
     """One drafter with the same draft length in every round; what a grammar forces or a caller predicts comes first."""
 
     def __init__(self, drafter: Drafter, draft_length: int) -> None:
-        self._drafter = drafter
-        self.draft_length = draft_length
-        self._is_left_out = self._is_dropped = False
+        super().__init__()
+        self._drafter, self._asked, self.draft_length = drafter, drafter.name, draft_length
         self._forced, self._predicted = ForcedDrafter(), PredictedDrafter()
 
     def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None) -> None:
-        self._is_left_out = self._is_dropped  # perhaps while the prompt was read, by another answer of the batch
+        self._take_back()  # one may be dropped while the prompt is read, by another answer of the batch
         self._drafter.begin(prompt_ids)
         self._predicted.begin(prompt_ids)
 
@@ -78,20 +87,13 @@ class FixedLength(Controller):
         if forced.num_tokens:
             return Proposal(forced, FORCED)
         most = min(self.draft_length, request.max_tokens)
-        if most < 1 or self._is_left_out:
+        if most < 1 or self._asked in self._left_out:
             return NOTHING
         predicted = self._predicted.draft(request.at_most(most))
         if predicted.num_tokens:
             return Proposal(predicted, PREDICTION)
         draft = yield from self._drafter.drafting(request.at_most(most))
         return Proposal(draft, self._drafter.name if draft.num_tokens else None)
-
-    def leave_out(self) -> str:
-        self._is_left_out = True
-        return self._drafter.name
-
-    def drop(self, names: Collection[str]) -> None:
-        self._is_left_out = self._is_dropped = self._is_dropped or self._drafter.name in names
 
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
         if proposal.drafter not in (FORCED, PREDICTION):

@@ -14,7 +14,6 @@ own width, less of similar ones, and of all those of which nothing else is known
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Self, TypeAlias
 
@@ -58,40 +57,29 @@ _LIKENESSES: Array = np.exp(-np.abs(_OCTAVES[:, None] - _OCTAVES[None, :]) / c.L
 
 
 class CostCurve:
-    """t(width) in seconds, from known times of a few widths, or guessed (`guessed`).
+    """t(width) in seconds: at first a line, which passes correct.
 
     What a pass costs behind a longer text is not known apart: it is learnt as a change of the machine's pace is.
     """
 
-    def __init__(self, measured: Mapping[int, float]) -> None:
-        if not measured or min(measured) < 1 or min(measured.values()) <= 0:
-            raise ValueError(f"a cost curve needs positive times of positive widths, got {dict(measured)}")
-        self.is_scaled = True  # its times are in seconds of this machine, and not a guess
-        seconds = _interpolated(measured)
-        self._usual_s = float(seconds[1])  # of a plain pass, at the usual pace
-        self._rows: Array = (seconds / seconds[1] - 1.0) / np.maximum(_WIDTHS - 1, 1)  # in plain passes, by width
-        self._passes = np.full(WIDEST + 1, c.FORMER_PASSES)  # that each of these counts for
-        self._num_seen = c.KNOWN_AFTER  # passes over several rows
+    def __init__(self, plain_s: float, low: int = 1, row: float = c.FIRST_ROW) -> None:
+        """`plain_s`: seconds of a plain pass until some were timed; `low`: rows that one token is padded to.
+
+        `row`: what a further row adds, in plain passes.
+        """
+        self.is_scaled = False  # its times are in seconds of this machine, and not a guess
+        self._usual_s, self._low = plain_s, low  # of a plain pass, at the usual pace
+        # In plain passes, by width; beyond the bend no row is taken for cheap before one was timed.
+        beyond = np.maximum(_WIDTHS - BEND, 0) / np.maximum(_WIDTHS - low, 1)
+        self._rows: Array = row + (max(row, c.FIRST_ROW) - row) * beyond
+        self._passes = np.full(WIDEST + 1, c.GUESS_PASSES)  # that each of these counts for
+        self._num_seen = 0  # passes over several rows
         self._is_seen = np.zeros(WIDEST + 1, np.bool_)  # widths that were run
-        self._low = 1  # rows that one token is padded to
         self._plain_s: list[float] = []  # the first plain passes of this run
         self._drift = 0.0
         self._odd: list[tuple[int, float]] = []  # (width, deviation) of the last passes, where all were large
         self._is_in_doubt = False  # wide passes were late again and again: a plain pass tells why
         self._shape = list[float]()
-
-    @classmethod
-    def guessed(cls, plain_s: float, low: int = 1, row: float = c.FIRST_ROW) -> Self:
-        """A line. `plain_s`: seconds of a plain pass until some were timed; `low`: rows that one token is padded to.
-
-        `row`: what a further row adds, in plain passes.
-        """
-        curve = cls({1: plain_s})
-        # Beyond the bend no row is taken for cheap before one was timed.
-        beyond = np.maximum(_WIDTHS - BEND, 0) / np.maximum(_WIDTHS - low, 1)
-        curve._rows = row + (max(row, c.FIRST_ROW) - row) * beyond
-        curve._passes[:], curve._num_seen, curve._low, curve.is_scaled = c.GUESS_PASSES, 0, low, False
-        return curve
 
     def table(self) -> list[float]:
         """Seconds of a pass of width 0 (nothing) to WIDEST, never falling."""
@@ -231,7 +219,7 @@ class CostCurve:
             found = msgspec.convert(kept, _Kept)
         except msgspec.ValidationError:
             return None
-        curve = cls.guessed(found.plain, low)
+        curve = cls(found.plain, low)
         curve._rows, curve._passes = np.array(found.rows), np.array(found.passes)
         curve._num_seen, curve.is_scaled = found.seen, True
         return curve
@@ -240,19 +228,6 @@ class CostCurve:
 def guessed_plain_s(weight_bytes: int) -> float:
     """Seconds of a plain pass over so many bytes, as a unit of time until one was timed."""
     return _GUESSED_PASS_S + weight_bytes / _GUESSED_BYTES_PER_S
-
-
-def _interpolated(measured: Mapping[int, float]) -> Array:
-    """Seconds by width 0..WIDEST: straight lines between measured widths, the last slope beyond them."""
-    known = sorted(measured.items())
-    if len(known) == 1:
-        known.append((2 * known[0][0], 2 * known[0][1]))
-    (low, low_s), (high, high_s) = known[-2:]
-    beyond = np.maximum(_WIDTHS - high, 0) * (high_s - low_s) / (high - low)
-    widths, seconds = zip(*known, strict=True)
-    found: Array = np.maximum(np.interp(_WIDTHS, widths, seconds) + beyond, min(measured.values()))
-    found[0] = 0.0
-    return found
 
 
 @dataclass(slots=True)

@@ -5,6 +5,9 @@ What is learnt from every generation is used by later ones and kept on disk.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,8 +17,8 @@ from edgespec.config.values import DrafterName, DraftLength
 from edgespec.control import constants as c
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Controller, FixedLength
-from edgespec.control.cost import BEND
-from edgespec.control.costs import ModelCosts, cost_key
+from edgespec.control.cost import BEND, CostCurve, DraftCost, guessed_plain_s
+from edgespec.control.prices import RunCosts
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.predicted import FORCED, PREDICTION, ForcedDrafter, PredictedDrafter
@@ -25,11 +28,100 @@ from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.formats.manifest import ModelPair
 from edgespec.platform import disk_cache
-from edgespec.platform.disk_cache import key_of
+from edgespec.platform.disk_cache import FileVersion, Seconds, file_key, key_of
+from edgespec.platform.machine import processor
 from edgespec.types import TokenIds
 
 if TYPE_CHECKING:
     from edgespec.corpus.texts import LearntTexts
+
+
+METHOD = 7  # part of the cache key: raise it when what is kept changes
+_LIBRARIES = {"llamacpp": "llama-cpp-python", "onnx": "onnxruntime"}
+
+
+class ModelCosts:
+    """What passes and drafts of a model cost here: kept from earlier runs, guessed, and learnt from answers alone.
+
+    `files`: the versions of each role's files that were loaded; raises OSError where one is gone already. `drafters`:
+    those of the first sequence of `target`, opened and closed meanwhile; they own the models.
+    """
+
+    def __init__(self, pair: ModelPair, target: CachedSequence, drafters: dict[DrafterName, Drafter]) -> None:
+        self.files = {role: tuple(map(file_key, pair.paths(role))) for role in pair.files}
+        self._target, self._drafters = target, drafters
+
+    @cached_property
+    def curve(self) -> CostCurve:
+        """What the target's passes cost on this machine, as far as known; refined by every pass."""
+        facts = self._target.engine.facts
+        low = facts.pinned_class[0] if facts.pinned_class else 1
+        kept = disk_cache.get("learnt costs", self._target_key)
+        guess = CostCurve(guessed_plain_s(facts.weight_bytes), low, facts.row_cost)
+        return CostCurve.from_json(kept, low) or guess
+
+    @cached_property
+    def drafts(self) -> dict[str, DraftCost]:
+        """What the tokens of each drafter with a model cost, as far as known."""
+        engines: dict[str, Engine | None] = {name: drafter.engine for name, drafter in self._drafters.items()}
+        costs = {name: self._known_draft(name, engine) for name, engine in engines.items() if engine is not None}
+        if self.curve.is_scaled:
+            for cost in costs.values():
+                cost.scale(self.curve.at(1))
+        return costs
+
+    @cached_property
+    def run(self) -> RunCosts:
+        """What all answers pay and earn, by `curve` and `drafts`."""
+        facts = self._target.engine.facts
+        return RunCosts(self.curve, self.drafts, facts.threads, splits=facts.splits_passes)
+
+    def _known_draft(self, name: str, engine: Engine) -> DraftCost:
+        kept = disk_cache.get("draft costs", self._draft_key(name, engine), tuple[Seconds, Seconds])
+        if kept is not None:
+            return DraftCost(*kept)
+        target = self._target.engine.facts
+        cost = DraftCost.guessed(engine.facts.weight_bytes / max(target.weight_bytes, 1))
+        if target.device.startswith("rpc"):  # a pass of it waits for the network, which a draft does not
+            cost.scale(guessed_plain_s(target.weight_bytes))
+        return cost
+
+    def store(self, draft: DrafterName | None) -> None:
+        """For the next run; `draft`: the drafter that the pair's draft became."""
+        if kept := self.curve.to_json():
+            disk_cache.put("learnt costs", self._target_key, kept)
+        if draft is not None and (engine := self._drafters[draft].engine) is not None:
+            cost = self.drafts[draft]
+            if cost.is_observed and not cost.is_relative:
+                disk_cache.put("draft costs", self._draft_key(draft, engine), [cost.token_s, cost.read_s])
+
+    @property
+    def _target_key(self) -> str:
+        return cost_key(self._target.engine, self.files["target"])
+
+    def _draft_key(self, name: str, engine: Engine) -> str:
+        return cost_key(engine, self.files[SPECS[name].roles[-1]])  # type: ignore[index]
+
+
+def cost_key(engine: Engine, files: Iterable[Path | FileVersion]) -> str:
+    """A key of everything that the time of a pass depends on: files, library, machine, device, threads, cache."""
+    facts = engine.facts
+    return key_of(
+        METHOD,
+        [file_key(file) for file in files],
+        (facts.name, _library_version(facts.name), processor()),
+        (facts.device, facts.threads, facts.kv_bytes_per_token, facts.pinned_class),
+        *((facts.placement,) if facts.placement else ()),
+    )
+
+
+def _library_version(engine_name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version  # 5 ms that only a first load needs
+
+    try:
+        return version(_LIBRARIES[engine_name])
+    except (KeyError, PackageNotFoundError):
+        return ""
 
 
 class DrafterPool:
@@ -49,7 +141,7 @@ class DrafterPool:
         self._automatic: dict[DrafterName, AutoController] = {}
         self._dropped: tuple[DrafterName, ...] = ()  # closed to free their memory
         heads = {"": options.heads} if options.heads else {kind: file.path for kind, file in pair.heads.items()}
-        self._heads = {kind: disk_cache.file_key(path) for kind, path in heads.items()}
+        self._heads = {kind: file_key(path) for kind, path in heads.items()}
         self.costs: ModelCosts = ModelCosts(pair, target, drafters) if first is None else first.costs
         self.threads = self._thread_control() if first is None else None
         self._learnt: LearntTexts | None = None if first is None else first._learnt

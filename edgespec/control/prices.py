@@ -24,7 +24,6 @@ from edgespec.control.cost import BEND, WIDEST, CostCurve, DraftCost, moved
 from edgespec.types import Draft, Evidence
 
 _WIDTHS = c.MAX_AUTO_LENGTH + c.FORESIGHT + 2  # that have prices
-_MOST_CHANGE, _MOST_DRIFTED = 0.1, 0.002  # of the overhead of a round and of the pace, until prices are made anew
 
 
 class Prices(NamedTuple):
@@ -54,13 +53,12 @@ class RunCosts:
         self.curve, self.drafts, self.splits = curve, dict(drafts), splits
         self.round_s = self.choosing_s = 0.0  # the overhead of a round; choosing one token when nothing is drafted
         self._known: dict[int, tuple[CostCurve, dict[str, DraftCost]]] = {}  # by threads
-        self._threads = self._next_threads = threads  # of the costs in use, and of the next round
+        self._threads = threads  # of the costs in use
         self._tokens, self._seconds = 0.0, 0.0  # of recent rounds, decaying
         self._sharing = 1, 0, 0  # sequences that decode in the next passes, rows of the others, those that are drafts
         self.was_shared = False  # the last pass, which no single round's time tells of
-        self._made_of: tuple[object, object, float, float] = None, None, 0.0, 0.0  # what the next two were made of
-        self._pass_s, self._ahead_s = list[float](), list[float]()
-        self._ahead = list[float]()  # of a pass alone, at the usual pace
+        self._made_of: tuple[object, object] = None, None  # the shape and the sharing of the next two
+        self._unit, self._ahead = list[float](), list[float]()  # seconds of a pass and `least_ahead`, at the usual pace
 
     def add(self, drafters: Mapping[str, bool]) -> None:
         """These are drafters, too, whose drafts cost the same at any length or not; their costs are not known."""
@@ -69,20 +67,14 @@ class RunCosts:
                 drafts.setdefault(name, DraftCost(is_once=is_once))
 
     def use_threads(self, threads: int) -> None:
-        """Takes effect at the next round, since the outcome of the last one belongs to the old number."""
-        self._next_threads = threads
-
-    def follow_threads(self) -> None:
-        """A round begins: switch to the costs of its number of threads; unknown ones start as a copy of the current.
+        """The costs of this number of threads from now on; unknown ones start as a copy of the current.
 
         A guess is copied too: shared, the first number of threads that is timed would set the costs of all.
         """
-        if (threads := self._next_threads) == self._threads:
-            return
-        self._known[self._threads] = self.curve, self.drafts
-        if threads not in self._known:
-            self._known[threads] = deepcopy((self.curve, self.drafts))
-        self._threads, (self.curve, self.drafts) = threads, self._known[threads]
+        if threads != self._threads:
+            self._known[self._threads] = self.curve, self.drafts
+            self.curve, self.drafts = self._known.get(threads) or deepcopy((self.curve, self.drafts))
+            self._threads = threads
 
     def share_passes(self, num_sequences: int, other_rows: int, prompt_rows: int = 0) -> None:
         """The next passes hold `other_rows` rows of others as well, `prompt_rows` of them of prompts.
@@ -141,22 +133,15 @@ class RunCosts:
         return self.curve.at(count + more)
 
     def prices(self) -> Prices:
-        """What rounds cost: the pass, and the overhead if something is drafted."""
-        shape, pace, sharing, round_s = self.curve.shape, self.curve.pace, self._sharing, self.round_s
-        made_of, made_for, made_at, made_with_s = self._made_of
-        is_same = made_of is shape and made_for is sharing and abs(pace - made_at) <= _MOST_DRIFTED * made_at
-        if not is_same or abs(round_s - made_with_s) > _MOST_CHANGE * made_with_s:
-            if self.is_shared:
-                passes = [0.0, self.plain_s(), *map(self.pass_s, range(2, _WIDTHS))]
-                self._ahead, self._ahead_s = [], least_ahead(passes)
-            else:
-                if made_of is not shape or not self._ahead:
-                    self._ahead = least_ahead(shape[:_WIDTHS])
-                passes, self._ahead_s = ([pace * each_s for each_s in part] for part in (shape[:_WIDTHS], self._ahead))
-            self._pass_s = [*passes[:2], *[pass_s + round_s for pass_s in passes[2:]]]
-            self._made_of = shape, sharing, pace, round_s
+        """Seconds of rounds, with the overhead if something is drafted; the rate is no less than a plain round's."""
+        shape, pace = self.curve.shape, self.curve.pace
+        if self._made_of[0] is not shape or self._made_of[1] is not self._sharing:
+            self._unit = [0.0, *(self.pass_s(rows) / pace for rows in range(1, _WIDTHS))]
+            self._made_of, self._ahead = (shape, self._sharing), least_ahead(self._unit)
+        plain_s, *further = (pace * pass_s for pass_s in self._unit[1:])
+        pass_s = [0.0, plain_s, *(each_s + self.round_s for each_s in further)]
         earned = self._tokens / self._seconds if self._seconds else 0.0
-        return Prices(self._pass_s, self._ahead_s, max(earned, 1.0 / self._pass_s[1]))  # no less than plain decoding
+        return Prices(pass_s, [pace * ahead_s for ahead_s in self._ahead], max(earned, 1.0 / plain_s))
 
     def earned(self, num_tokens: float, seconds: float) -> None:
         """A round emitted `num_tokens` in `seconds`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -129,35 +130,30 @@ class Candidates(NamedTuple):
         return (0.0,) * len(self.first) + (1.0, odds, -min(attempt, 2.0))
 
 
-MakeCandidates = Callable[[Logits, TokenIds], Candidates]
-"""(a node's row of logits [vocabulary], the tokens [m] of its path) -> its children."""
+def candidates_of(
+    request: DraftRequest, logits: Logits, path_ids: TokenIds, disagreement: float = DISAGREEMENT
+) -> Candidates:
+    """The children of a node: the first tokens of the race that the target will run there.
 
-
-def candidates_for(request: DraftRequest, disagreement: float = DISAGREEMENT) -> MakeCandidates:
-    """What makes the children of a node: the first tokens of the race that the target will run there.
-
-    `disagreement`: how far the target's logits mostly differ from the draft's.
+    `logits` [vocabulary]: the node's row; `path_ids` [m]: its path behind the text; `disagreement`: how far the
+    target's logits mostly differ from the draft's.
     """
     text_ids, sampler = request.token_ids, request.sampler
-
-    def make(logits: Logits, path_ids: TokenIds) -> Candidates:
-        uses_history = sampler.uses_history and path_ids.size > 0
-        history = np.concatenate((text_ids, path_ids)) if uses_history else text_ids
-        temperature = sampler.sampling.temperature
-        if temperature == 0:
-            known = sampler.likeliest(logits, history, _KNOWN)
-            possible = known.probs > 0  # a draft with another vocabulary lacks some
-            token_ids, scores = known.token_ids[possible], np.log(known.probs[possible])
-            first = evidence_of(logits, 1.0, math.inf)
-        else:
-            ranked, times = sampler.ranked(sampler.distribution(logits, history), text_ids.size + path_ids.size)
-            token_ids, scores = ranked.token_ids, -temperature * np.log(times)
-            lead = math.log(times[1] / times[0]) if times.size > 1 else math.inf
-            first = evidence_of(logits, float(ranked.probs[0]), lead)
-        weights = np.exp((scores - scores[0]) / disagreement)  # scores differ by what the target's must overcome
-        return Candidates(token_ids, _AGREED * weights / weights.sum(), first)
-
-    return make
+    uses_history = sampler.uses_history and path_ids.size > 0
+    history = np.concatenate((text_ids, path_ids)) if uses_history else text_ids
+    temperature = sampler.sampling.temperature
+    if temperature == 0:
+        known = sampler.likeliest(logits, history, _KNOWN)
+        possible = known.probs > 0  # a draft with another vocabulary lacks some
+        token_ids, scores = known.token_ids[possible], np.log(known.probs[possible])
+        first = evidence_of(logits, 1.0, math.inf)
+    else:
+        ranked, times = sampler.ranked(sampler.distribution(logits, history), text_ids.size + path_ids.size)
+        token_ids, scores = ranked.token_ids, -temperature * np.log(times)
+        lead = math.log(times[1] / times[0]) if times.size > 1 else math.inf
+        first = evidence_of(logits, float(ranked.probs[0]), lead)
+    weights = np.exp((scores - scores[0]) / disagreement)  # scores differ by what the target's must overcome
+    return Candidates(token_ids, _AGREED * weights / weights.sum(), first)
 
 
 ROOT = NO_PARENT
@@ -185,19 +181,20 @@ class Node:
 
 @dataclass(slots=True)
 class Growth:
-    """The tree so far and the places where it may grow, the most probable first.
+    """The tree of a request so far and the places where it may grow, the most probable first.
 
-    A place is the next child of a node, or the scoring of a node, valued at the upper bound of its first child.
+    A place is the next child of a node, or the scoring of a node, valued at the upper bound of its first child. Nothing
+    follows one of `end_ids`; no path is longer than `deepest`.
     """
 
-    make: MakeCandidates
-    most: int
-    branches: int
-    most_children: int
-    least_value: float
-    deepest: int | None = None  # the longest path; None: only `most` limits it
+    request: DraftRequest
+    end_ids: frozenset[int]
+    most_children: int = _MOST_CHILDREN
+    disagreement: float = DISAGREEMENT
+    deepest: int = sys.maxsize
     nodes: list[Node] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
+    _branches: int = 0  # so far
     _root: Node = field(default_factory=lambda: Node(ROOT, -1, 1.0))
     _places: list[tuple[float, int, int]] = field(default_factory=list)  # (-value, when added, node)
     _added: int = 0
@@ -217,42 +214,42 @@ class Growth:
         here = self.at(node)
         ids = np.array([self.nodes[each].token_id for each in self.path(node)], np.int32)
         try:
-            here.candidates = self.make(logits, ids)
+            here.candidates = candidates_of(self.request, logits, ids, self.disagreement)
         except NoTokenLeft:  # the drafter knows no token that a grammar allows there
             return
         self._place(node, here.value * float(here.candidates.probs[0]))
 
-    def grow(self, end_ids: frozenset[int]) -> bool:
+    def grow(self) -> bool:
         """Add nodes, the most probable first; True when `waiting` nodes must be scored before others, False at the end.
 
         Scoring several at once costs little more than one. So nodes that are nearly as probable as the first that waits
         are added before it is known whether its children are more so.
         """
-        self.waiting, least = [], self.least_value
-        while self._places and len(self.nodes) < self.most and len(self.waiting) < _LOOKED_AT:
+        self.waiting, least, most = [], self.request.row_cost, self.request.max_tokens
+        while self._places and len(self.nodes) < most and len(self.waiting) < _LOOKED_AT:
             value, _, node = self._places[0]
             if -value <= least:
                 break
             heapq.heappop(self._places)
             if self.at(node).candidates is not None:
-                self._take(node, end_ids)
+                self._take(node)
                 continue
             self.waiting.append(node)
             least = max(least, -value * _NEARLY)
-        return bool(self.waiting) and len(self.nodes) < self.most
+        return bool(self.waiting) and len(self.nodes) < most
 
-    def _take(self, parent: int, end_ids: frozenset[int]) -> None:
+    def _take(self, parent: int) -> None:
         above = self.at(parent)
         found, attempt = above.candidates, len(above.children)
         assert found is not None
-        if attempt and not self.branches:
+        if attempt and self._branches == self.request.max_branches:
             return
-        self.branches -= attempt > 0
+        self._branches += attempt > 0
         prob, token_id = float(found.probs[attempt]), int(found.token_ids[attempt])
         above.children.append(len(self.nodes))
         new = Node(parent, above.depth + 1, above.value * prob, token_id, prob, found.evidence(attempt))
         self.nodes.append(new)
-        if (self.deepest is None or new.depth + 1 < self.deepest) and token_id not in end_ids:
+        if new.depth + 1 < self.deepest and token_id not in self.end_ids:
             self._place(len(self.nodes) - 1, new.value)
         if attempt + 1 < min(self.most_children, found.token_ids.size):
             self._place(parent, above.value * float(found.probs[attempt + 1]))
@@ -289,23 +286,14 @@ def takes_tree(request: DraftRequest) -> bool:
     return request.max_branches > 0 and request.row_cost < MAX_ROW_COST
 
 
-def grown(
-    request: DraftRequest,
-    make: MakeCandidates,
-    end_ids: frozenset[int],
-    root: Logits,
-    rows_of: Callable[[Growth], Iterable[Logits]],
-    deepest: int | None = None,
-) -> Draft:
-    """A tree of at most `request.max_tokens` nodes that pay for their rows, with no path longer than `deepest`.
+def grown(growth: Growth, root: Logits, rows_of: Callable[[Growth], Iterable[Logits]]) -> Draft:
+    """The whole tree of a growth.
 
     `root`: the row of logits [vocabulary] of what follows the text, `rows_of` those of each node that a growth waits
     for, which are looked at one by one.
     """
-    most, branches = request.max_tokens, request.max_branches
-    growth = Growth(make, most, branches, _MOST_CHILDREN, request.row_cost, deepest)
     growth.open(ROOT, root)
-    while growth.grow(end_ids):
+    while growth.grow():
         for node, row in zip(growth.waiting, rows_of(growth), strict=True):
             growth.open(node, row)
     return growth.draft()

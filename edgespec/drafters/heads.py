@@ -25,7 +25,7 @@ from typing import ClassVar
 import numpy as np
 
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.growth import CHAIN_PRIOR, ROOT, DrawnChain, Growth, candidates_for, grown, takes_tree
+from edgespec.drafters.growth import CHAIN_PRIOR, ROOT, DrawnChain, Growth, grown, takes_tree
 from edgespec.engines.head import BYTES_PER_FEATURE, DraftHead, States
 from edgespec.types import EMPTY_DRAFT, NO_PARENT, Draft, Logits, TokenIds
 
@@ -169,8 +169,7 @@ class Eagle3Drafter(HeadDrafter):
             states.update(zip(asked, after, strict=True))
             return [found[asked.index(node)] for node in growth.waiting]
 
-        make = candidates_for(request)
-        return grown(request, make, self._head.facts.end_ids, logits, rows_of)
+        return grown(Growth(request, self._head.facts.end_ids), logits, rows_of)
 
     def num_uncached(self, token_ids: TokenIds) -> int:
         new = token_ids.size - max(self._shared_tokens(token_ids) - 1, 0)
@@ -242,12 +241,13 @@ class MedusaDrafter(HeadDrafter):
         self._head.inject(features[-1:])
         logits, _ = self._head.block(int(request.token_ids[-1]))
         if takes_tree(request):
-            make = candidates_for(request, self.disagreement)
 
             def rows_of(growth: Growth) -> Logits:
                 return logits[[growth.nodes[node].depth + 1 for node in growth.waiting]]
 
-            return grown(request, make, self._head.facts.end_ids, logits[0], rows_of, len(logits))
+            end_ids = self._head.facts.end_ids
+            growth = Growth(request, end_ids, disagreement=self.disagreement, deepest=len(logits))
+            return grown(growth, logits[0], rows_of)
         chain = DrawnChain(request, request.max_tokens, self._head.facts.end_ids)
         while chain.is_open:
             chain.add(logits[len(chain.token_ids)])

@@ -1,7 +1,6 @@
 """The draft model with branches: a tree of its likeliest continuations, grown where a further token pays most.
 
-`growth` decides where the tree grows, `candidates` gives a node's children and their probabilities. The draft model
-scores open nodes of several branches in one pass.
+`growth` decides where the tree grows. The draft model scores open nodes of several branches in one pass.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.growth import CHAIN_PRIOR, ROOT, Growth, candidates_for
+from edgespec.drafters.growth import CHAIN_PRIOR, ROOT, Growth
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import Passes, at_once, restored_on_failure
@@ -42,11 +41,11 @@ class TreeDrafter(Drafter):
         most = min(request.max_tokens, cache.engine.facts.context_length // 4)
         if most < 1:
             return EMPTY_DRAFT
-        candidates = candidates_for(request)
+        request = request._replace(max_tokens=most, max_branches=branches)
         with restored_on_failure(cache):
-            growth = Growth(candidates, most, branches, _MOST_CHILDREN, request.row_cost)
+            growth = Growth(request, cache.end_ids, _MOST_CHILDREN)
             growth.open(ROOT, (yield from self._model.catching_up(request.token_ids, most)))
-            while growth.grow(cache.end_ids):
+            while growth.grow():
                 yield from self._scoring(growth)
             return growth.draft()
 

@@ -60,7 +60,8 @@ def eagle3_fix(path: Path) -> str | None:
     if not isinstance(config, dict) or "draft_vocab_size" not in config:
         return None
     return (
-        f"{quoted(str(folder))} is an EAGLE-3 head as published. Convert it together with its target's checkpoint, in "
-        f"a checkout of edgespec: python scripts/train/eagle3.py {quoted(str(folder))} TARGET -o head.gguf, then "
-        "edgespec chat TARGET.gguf -md head.gguf (-o heads.npz and --heads heads.npz for ONNX Runtime)"
+        f"{quoted(str(folder))} is an EAGLE-3 head as published. For a target on llama.cpp convert it with llama.cpp's "
+        "convert_hf_to_gguf.py and --target-model-dir TARGET, then -md head.gguf; for an ONNX target in a checkout of "
+        f"edgespec: python scripts/train/eagle3.py {quoted(str(folder))} TARGET -o heads.npz --model model.onnx, then "
+        "--heads heads.npz"
     )

@@ -266,8 +266,6 @@ class ContinuousBatch:
 
     def _run(self, chosen: Sequence[Member]) -> list[Member]:
         """Run one pass with the rows of the chosen; those that can go on, which are told its outcome."""
-        if len(chosen) > 1:
-            self._costs.follow_threads()  # while all of them rest, nobody else does
         started = Started.now()
         try:
             logits = self._logits([member.asked for member in chosen])

@@ -25,7 +25,6 @@ from edgespec.loading.hub import REPO, HubFile, endpoint
 from edgespec.platform.files import shipped_models
 
 CATALOGUE_FORMAT = 1
-CONVERTED = "eagle3"  # the kind of published heads that `export` converts; llama.cpp converts dspark and dflash
 # Bits per weight of whole files as llama.cpp writes them, embeddings and scales included: a guess of a size, no more.
 _BITS = {"Q4_0": 4.6, "Q4_1": 5.1, "Q4_K_M": 4.9, "Q5_K_M": 5.7, "Q6_K": 6.6, "Q8_0": 8.5, "F16": 16.0, "BF16": 16.0}
 _BITS |= {"MXFP4": 4.6, "UD-Q4_K_XL": 4.9}
@@ -49,8 +48,6 @@ class HeadSource:
         """What gets them for the entry `model`, or converts them."""
         if self.gguf:
             return f"edgespec pull {model} --draft {self.gguf}"
-        if self.kind == CONVERTED:
-            return f"edgespec export {self.target} --draft {self.repo} --to gguf"
         return "llama.cpp's convert_hf_to_gguf.py (then -md HEAD.gguf)"
 
 

@@ -50,7 +50,7 @@ from trainlib.public_data import library_functions
 NUM_TUNING = 2
 EACH_ASKS = 3  # questions of each of several clients, one after the other
 FOLDERS = re.compile(r"(?<![^=,])/\S*/")  # of a path, which reports leave out
-KINDS = ("spec-bench", "edits")
+KINDS, ROLES = ("spec-bench", "edits"), ("target", "draft", "heads")
 EDITED = range(400, 1600)  # characters of a function that is to be edited
 EDITS = (
     "Add type hints to this function. Return the whole function.",
@@ -249,11 +249,9 @@ def read_model(text: str) -> tuple[str, dict[str, str]]:
     name, _, rest = text.partition("=")
     parts = [part.partition("=") for part in f"target={rest}".split(",")]
     files = {role: str(Path(path).resolve()) for role, _, path in parts}
-    wrong = [role for role in files if role not in ("target", "draft", "heads")]
-    missing = [path for path in files.values() if not Path(path).is_file()]
-    if not rest or wrong or missing:
-        told = f"no file {missing[0]}" if missing and rest and not wrong else f"got {text!r}"
-        raise argparse.ArgumentTypeError(f"{told}: a model is NAME=TARGET.gguf[,draft=FILE][,heads=FILE]")
+    if wrong := [path for role, path in files.items() if role not in ROLES or not Path(path).is_file()]:
+        what = f"no file {wrong[0]}: a model is NAME=TARGET.gguf[,draft=FILE][,heads=FILE]"
+        raise argparse.ArgumentTypeError(what)
     return name, files
 
 

@@ -41,16 +41,8 @@ _MESSAGES: tuple[Any, ...] = (
     [{"role": "user", "content": "hi"}],
     [{"role": "user", "content": [{"type": "text", "text": "<|im_end|>"}]}],
     [{"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": "["}}]}],
-    *(
-        "hi",
-        None,
-        [],
-        ["hi"],
-        [{}],
-        [{"role": "x", "content": "y"}],
-        [{"role": "user", "content": 5}],
-        {"role": "user"},
-    ),
+    *("hi", None, [], ["hi"], [{}], {"role": "user"}),
+    *([{"role": "x", "content": "y"}], [{"role": "user", "content": 5}]),
 )
 _opened: list[Model] = []  # a process that runs several requests loads once
 
@@ -115,22 +107,8 @@ def _loading(rng: random.Random) -> Case:
 
 def _command(rng: random.Random) -> Case:
     name = rng.choice(("generate", "generate", "chat", "corpus", "doctor", *COMMANDS))
-    texts = (
-        "",
-        "x",
-        "-1",
-        "0",
-        "1e400",
-        "nan",
-        "9" * 5000,
-        "\x1b[2J",
-        "/nonexistent",
-        "-",
-        "auto",
-        "--",
-        "demo",
-        "../..",
-    )
+    numbers, paths = ("-1", "0", "1e400", "nan", "9" * 5000), ("/nonexistent", "../..", "demo")
+    texts = ("", "x", "\x1b[2J", "-", "auto", "--", *numbers, *paths)
     flags = [rng.choice(setting.flags) for setting in rng.sample(SETTINGS, rng.choice((1, 2, 3)))]
     arguments = [name, "-n", "3", "-t", "1"] if name in ("generate", "chat") else [name]
     if name == "generate":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,51 +46,38 @@ def model() -> Model:
 def schema(rng: random.Random, depth: int = 4) -> Any:
     """A schema of any kind, most of them usable."""
     if depth == 0 or rng.random() < 0.2:
-        return rng.choice(
-            (
-                {},
-                True,
-                {"type": "null"},
-                {"type": "integer"},
-                {"const": rng.choice(NUMBERS)},
-                {"type": "string", "maxLength": 4},
-            )
-        )
+        kinds: tuple[Any, ...] = {}, True, {"type": "null"}, {"type": "integer"}, {"const": rng.choice(NUMBERS)}
+        return rng.choice((*kinds, {"type": "string", "maxLength": 4}))
 
     def inner() -> Any:
         return schema(rng, depth - 1)
 
+    def one(**choices: Sequence[Any]) -> dict[str, Any]:
+        return {name: rng.choice(each) for name, each in choices.items()}
+
     names = rng.sample("abcdef", rng.randint(1, 4))
-    kinds: tuple[Callable[[], Any], ...] = (
-        lambda: {
-            "type": rng.choice(("integer", "number")),
-            **{
-                name: rng.choice(NUMBERS)
-                for name in rng.sample(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), 2)
-            },
-        },
-        lambda: {"type": "string", "format": rng.choice(_FORMATS), "maxLength": rng.choice((4, 20, 10**6))},
-        lambda: {"type": "string", "pattern": rng.choice(_PATTERNS)},
+    limits = rng.sample(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), 2)
+    required = rng.sample(names, rng.randint(0, len(names)))
+    refs = "#", "#/$defs/a", "#/$defs/b", "#/nowhere", "http://example.com/x"
+    makers: tuple[Callable[[], Any], ...] = (
+        lambda: one(type=("integer", "number"), **dict.fromkeys(limits, NUMBERS)),
+        lambda: {"type": "string"} | one(format=_FORMATS, maxLength=(4, 20, 10**6)),
+        lambda: {"type": "string"} | one(pattern=_PATTERNS),
         lambda: {"enum": rng.sample((*NUMBERS, "a", None, [1], {"a": 2**60 + 1}), 3)},
-        lambda: {
-            "type": "array",
-            "items": inner(),
-            "minItems": rng.choice((0, 1, 3)),
-            "maxItems": rng.choice((2, 3, 10**5)),
-        },
-        lambda: {"type": "array", "prefixItems": [inner(), inner()], "items": rng.choice((False, inner()))},
+        lambda: {"type": "array", "items": inner()} | one(minItems=(0, 1, 3), maxItems=(2, 3, 10**5)),
+        lambda: {"type": "array", "prefixItems": [inner(), inner()]} | one(items=(False, inner())),
         lambda: {
             "type": "object",
             "properties": {name: inner() for name in names},
-            "required": rng.sample(names, rng.randint(0, len(names))),
-            "additionalProperties": rng.choice((False, inner())),
+            "required": required,
+            **one(additionalProperties=(False, inner())),
         },
         lambda: {rng.choice(("anyOf", "oneOf", "allOf")): [inner() for _ in range(rng.randint(1, 3))]},
-        lambda: {"$ref": rng.choice(("#", "#/$defs/a", "#/$defs/b", "#/nowhere", "http://example.com/x"))},
+        lambda: {"$ref": rng.choice(refs)},
         lambda: {rng.choice(("not", "if", "contains", "propertyNames")): inner()},
         lambda: {"type": "object", "patternProperties": {rng.choice(_PATTERNS): inner()}},
     )
-    return rng.choice(kinds)()
+    return rng.choice(makers)()
 
 
 def _damage(rng: random.Random, given: dict[str, Any]) -> None:
@@ -137,36 +124,18 @@ def grammar(rng: random.Random) -> tuple[str, str]:
     size = rng.choice((3, 30, 300, 1500, 3000, 5000))
     chance = rng.random()
     if chance < 0.2:
-        return "regex", rng.choice(
-            (
-                *_PATTERNS,
-                "(a|" * size + "b" + ")" * size,
-                f"(?:a{{1,{size}}}){{{size}}}",
-                "|".join(f"a{i}b" for i in range(size)),
-            )
-        )
+        deep, wide = "(a|" * size + "b" + ")" * size, "|".join(f"a{i}b" for i in range(size))
+        return "regex", rng.choice((*_PATTERNS, deep, f"(?:a{{1,{size}}}){{{size}}}", wide))
     if chance < 0.6:
         body = rng.choice(('"a" r{next}', 'r{next} | r{next} "a"', 'r{next}? "a"', '("a" r{next})*', "r{next} r{next}"))
         rules = "\n".join(f"r{i} ::= " + body.replace("{next}", str(i + 1)) for i in range(size))
-        return "grammar", rng.choice(
-            ("", "# x\n")
-        ) + f"root ::= r0\n{rules}\nr{size} ::= {rng.choice(('[a-c]', chr(34) + 'x' + chr(34), 'r0', 'missing'))}"
-    names = rng.choice(("r", "T"))
-    body = rng.choice(
-        (
-            '"a" {next}',
-            "{next}",
-            '{next} | {next} "b"',
-            "({next})?",
-            "{next}{next2}",
-            "/a+/ {next}",
-            '%json {"type": "integer", "minimum": -9223372036854775808} {next}',
-        )
-    )
-    lines = [
-        f"{names}{i}: " + body.replace("{next}", f"{names}{i + 1}").replace("{next2}", "{2,300}") for i in range(size)
-    ]
-    return "grammar", f"start: {names}0\n" + "\n".join(lines) + f'\n{names}{size}: "x"'
+        last = rng.choice(("[a-c]", '"x"', "r0", "missing"))
+        return "grammar", rng.choice(("", "# x\n")) + f"root ::= r0\n{rules}\nr{size} ::= {last}"
+    name, number = rng.choice(("r", "T")), '%json {"type": "integer", "minimum": -9223372036854775808} {next}'
+    bodies = '"a" {next}', "{next}", '{next} | {next} "b"', "({next})?", "{next}{2,300}", "/a+/ {next}", number
+    body = rng.choice(bodies)
+    lines = [f"{name}{i}: " + body.replace("{next}", f"{name}{i + 1}") for i in range(size)]
+    return "grammar", f"start: {name}0\n" + "\n".join(lines) + f'\n{name}{size}: "x"'
 
 
 def grammar_case(rng: random.Random) -> Case:

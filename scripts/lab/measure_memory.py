@@ -1,7 +1,7 @@
 """Compares the memory that edgespec plans with what a child process takes, or loads pairs under many budgets.
 
     python scripts/lab/measure_memory.py models/demo=demo FOLDER=NAME ... [--cases 24] [--seed 1] [--most-s 900]
-    python scripts/lab/measure_memory.py models/demo=demo ... --budgets 50 [--kinds budget group] [--engine NAME]
+    python scripts/lab/measure_memory.py models/demo=demo ... --budgets 50 [--engine NAME]
 
 Each child loads one combination, fills its context, drafts and chats; meanwhile its /proc/PID/smaps_rollup is read.
 Measured is the peak of its own pages, those of the process that renders its template included, and of those of files
@@ -10,10 +10,8 @@ beside it. A plan is right within 5% or 30 MB, and low when it is more than 3% u
 are drawn from contexts, types of caches and drafters that the formulas were never corrected with, as evenly from each
 engine of each pair as their number allows.
 
-With --budgets the children get as many budgets, from too small to plenty. Each must run and stay within its own, or
-refuse in one line before anything is loaded; one that the kernel ends, that fails in another way or that takes more is
-listed. `budget` is `--memory N`; `group` is a control group with that much memory, caches of files included, which
-needs root.
+With --budgets the children get as many budgets (`--memory N`), from too small to plenty. Each must run and stay within
+its own, or refuse in one line before anything is loaded; one that fails in another way or takes more is listed.
 """
 
 from __future__ import annotations
@@ -26,10 +24,8 @@ import random
 import subprocess
 import sys
 import tempfile
-import uuid
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, sleep
@@ -45,7 +41,7 @@ from edgespec.memory.fit import fit
 from edgespec.memory.plan import Room
 
 RIGHT_SHARE, RIGHT_BYTES, LOW_SHARE = 0.05, 30_000_000, 0.03
-EVERY_S, CHILD_S, EMPTY_S = 0.02, 900.0, 5.0
+EVERY_S, CHILD_S = 0.02, 900.0
 MIB = 1 << 20
 CONTEXTS = (768, 1024, 1536, 3000, 4096)
 # Of each cache the keys' and the values' type, and None for the plain one.
@@ -56,7 +52,6 @@ CACHES: dict[str, tuple[tuple[str | None, str | None], ...]] = {
 NEW_TOKENS = 24
 MOST_CHARACTERS = 6  # of a token, on average
 PARTS = ("own", "own_peak"), ("mapped", "file_peak")
-KINDS = ("budget", "group")
 REFUSED = 2  # the exit code of a child whose load was refused
 TEXTS = Path(__file__).resolve().parents[2] / "docs"  # prose: the rows of an embedding that occur in it are mapped
 
@@ -76,7 +71,6 @@ class Ended:
 
 def run_child(options: dict[str, Any]) -> int:
     """In the child: load, fill the context, draft, chat, and print the plan."""
-    sys.stdin.readline()  # it is in its control group by then
     import edgespec
 
     try:
@@ -102,16 +96,10 @@ def run_child(options: dict[str, Any]) -> int:
     return 0
 
 
-def run(options: dict[str, Any], home: str, group: MemoryGroup | None = None) -> Ended:
+def run(options: dict[str, Any], home: str) -> Ended:
     command = [sys.executable, __file__, "--child", json.dumps(options)]
-    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     child = subprocess.Popen(command, **pipes, text=True, env={**os.environ, "EDGESPEC_HOME": home})
-    if group is not None:
-        group.enter(child.pid)
-    assert child.stdin is not None
-    with suppress(BrokenPipeError):
-        child.stdin.write("\n")
-        child.stdin.flush()
     peak = {"pss": 0.0, "own_peak": 0.0, "file_peak": 0.0, "whole": 0.0}
     looks = 0
     while child.poll() is None:
@@ -227,68 +215,6 @@ def compare(given: argparse.Namespace, pairs: dict[str, str], end_s: float, home
 # -- budgets
 
 
-class NoGroup(Exception):
-    """This system lets us make no such group; says what was tried."""
-
-
-@dataclass(frozen=True)
-class MemoryGroup:
-    """A control group; `is_second`: of version 2."""
-
-    folder: Path
-    is_second: bool
-
-    def enter(self, process: int) -> None:
-        (self.folder / "cgroup.procs").write_text(str(process))
-
-    @property
-    def kills(self) -> int:
-        """Processes that the kernel ended for want of memory."""
-        name = "memory.events" if self.is_second else "memory.oom_control"
-        words = (self.folder / name).read_text().split()
-        return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
-
-
-@contextmanager
-def memory_group(limit_bytes: int) -> Iterator[MemoryGroup]:
-    """A group below the one that this process is in, with nothing in it; removed afterwards. Raises NoGroup."""
-    parent, is_second = _own_group()
-    folder = parent / f"edgespec-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    try:
-        folder.mkdir()
-    except OSError as exc:
-        raise NoGroup(f"mkdir {folder}: {exc.strerror}") from exc
-    try:
-        limit_file = folder / ("memory.max" if is_second else "memory.limit_in_bytes")
-        try:
-            limit_file.write_text(str(limit_bytes))
-        except OSError as exc:
-            raise NoGroup(f"write {limit_file}: {exc.strerror}") from exc
-        yield MemoryGroup(folder, is_second)
-    finally:
-        end_s = monotonic() + EMPTY_S
-        while folder.exists() and monotonic() < end_s:
-            with suppress(OSError):  # a process of it is still ending
-                folder.rmdir()
-            sleep(0.02)
-
-
-def _own_group() -> tuple[Path, bool]:
-    """The folder of the memory group of this process, and whether it is of version 2."""
-    mounted, groups = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-    lines = [line.split(":", 2) for line in groups.read_text().splitlines()] if groups.exists() else []
-    for _, controllers, path in lines:
-        if "memory" in controllers.split(","):
-            return mounted / "memory" / path.strip("/"), False
-    for number, controllers, path in lines:
-        passed_on = mounted / path.strip("/") / "cgroup.subtree_control"
-        if number == "0" and not controllers and passed_on.exists():
-            if "memory" not in passed_on.read_text().split():
-                raise NoGroup(f"{passed_on} has no memory: run in a scope that delegates it")
-            return passed_on.parent, True
-    raise NoGroup(f"{groups} names no group with a memory controller")
-
-
 def needs(options: dict[str, Any]) -> tuple[int, int]:
     """(bytes of the least that the pair can be loaded with, bytes of all of it)."""
     chosen = LoadOptions(**options, memory="auto")  # as with a budget, all that nobody gave may change
@@ -303,21 +229,12 @@ def needs(options: dict[str, Any]) -> tuple[int, int]:
             return least, whole.total_bytes + whole.reserved_bytes
 
 
-def under_budget(kind: str, limit: int, base: dict[str, Any], home: str) -> tuple[str, str]:
+def under_budget(limit: int, base: dict[str, Any], home: str) -> tuple[str, str]:
     """(outcome, a line about it) of one budget."""
-    try:
-        if kind == "group":
-            with memory_group(limit) as group:
-                ended = run({**base, "memory": "auto"}, home, group)
-                was_killed = ended.code < 0 or group.kills > 0
-        else:
-            ended = run({**base, "memory": limit}, home)
-            was_killed = ended.code < 0
-    except NoGroup as exc:
-        return "no group", str(exc)
+    ended = run({**base, "memory": limit}, home)
     own = ended.peak["own_peak"]
-    outcome = "killed" if was_killed else {0: "ran", REFUSED: "refused"}.get(ended.code, "failed")
-    if outcome == "ran" and kind == "budget" and own > limit:
+    outcome = "killed" if ended.code < 0 else {0: "ran", REFUSED: "refused"}.get(ended.code, "failed")
+    if outcome == "ran" and own > limit:
         outcome = "over its budget"
     told = [ended.told["context"], ended.told["given_up"]] if ended.told else ended.error
     return outcome, f"own {own / MIB:.1f} MiB {told}"
@@ -325,7 +242,7 @@ def under_budget(kind: str, limit: int, base: dict[str, Any], home: str) -> tupl
 
 def load_under(given: argparse.Namespace, pairs: dict[str, str], end_s: float, home: str) -> Counter[str]:
     total: Counter[str] = Counter()
-    for path, kind in itertools.product(pairs, given.kinds):
+    for path, name in pairs.items():
         base: dict[str, Any] = {"model": path, "engine": given.engine, "threads": 1}
         least, most = needs(base)
         run(base, home)  # what is measured once per model is not measured under a limit
@@ -333,11 +250,11 @@ def load_under(given: argparse.Namespace, pairs: dict[str, str], end_s: float, h
         for index in range(given.budgets):  # a third of them, or more, are too small
             low, high = 0.8 * least, 1.2 * most
             limit = int(low * (high / low) ** (index / max(given.budgets - 1, 1)))
-            outcome, line = ("not run", "") if monotonic() > end_s else under_budget(kind, limit, base, home)
+            outcome, line = ("not run", "") if monotonic() > end_s else under_budget(limit, base, home)
             counts[outcome] += 1
             if outcome not in ("ran", "refused", "not run"):
-                print(f"  {kind} {limit / MIB:6.0f} MiB: {outcome} {line}"[:230], flush=True)
-        print(f"{pairs[path]} {kind} {least / MIB:.0f}..{most / MIB:.0f} MiB: {dict(counts)}", flush=True)
+                print(f"  {limit / MIB:6.0f} MiB: {outcome} {line}"[:230], flush=True)
+        print(f"{name} {least / MIB:.0f}..{most / MIB:.0f} MiB: {dict(counts)}", flush=True)
         total += counts
     return total
 
@@ -349,7 +266,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--most-context", type=int, default=CONTEXTS[-1], help="of a combination, in tokens")
     parser.add_argument("--budgets", type=int, metavar="N")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of budgets")
     parser.add_argument("--engine", default="auto", help="of --budgets")
     parser.add_argument("--most-s", type=float, default=900.0)
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -92,13 +92,6 @@ MUTANTS = (
         ("tests/core/test_fresh_draws.py",),
     ),
     Mutant(
-        "let a small model draft at its own temperature and not at the medium's",
-        "drafters/hierarchical.py",
-        "self._small.drafting(behind)",
-        "self._small.drafting(behind)",
-        ("tests/drafters/test_hierarchical.py",),
-    ),
-    Mutant(
         "hand out the target's choices one row late",
         "generation/decode.py",
         "row_choices=tuple(logits.argmax(axis=1).tolist())",

@@ -51,7 +51,7 @@ def cold(world: World) -> AutoController:
     """Nothing is known of the machine, and the draft model is guessed to be cheaper than it is."""
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter(), "model": world.model()}
     costs = {"model": DraftCost.guessed(0.02)}
-    return AutoController(drafters, RunCosts(CostCurve.guessed(0.2 * world.machine.plain_s), costs), clock=world.clock)
+    return AutoController(drafters, RunCosts(CostCurve(0.2 * world.machine.plain_s), costs), clock=world.clock)
 
 
 def usual(world: World) -> AutoController:

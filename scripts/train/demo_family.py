@@ -107,7 +107,7 @@ class Run:
                 plan = Plan(rounds=rounds, seed=self.seed, **{**ROUND, **sizes, **changes})
                 target = Target(self.work / "hf" / "target", torch.device("cpu"))
                 print(name)
-                distill(plan, target, documents, output, "f16", print)
+                distill(plan, target, documents, output, print)
 
 
 def save_target(network: Any, tokenizer: Tokenizer, chat_template: str, folder: Path) -> None:

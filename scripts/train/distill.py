@@ -19,8 +19,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,9 @@ from trainlib.optimise import Schedule, make_optimizers, pick_device, save_check
 HEAD_DIM = 64
 EMBEDDING_STD, LAYER_STD = 0.05, 0.02
 ROW_TEMPERATURES = (1.0, 0.8, 0.3, 0.0)  # of written texts, in equal parts
+SHARE = 0.1  # of cross-entropy in the loss
+OWN_SHARE = 0.5  # of the target's own text in a batch; the rest is data
+MIN_RISE = 0.002  # smallest rise of acceptance that counts
 LOSS_TEMPERATURES = (1.0, 0.6)  # of the compared distributions, by turns: 0.6 weighs the likeliest tokens more
 CONTEXT_WEIGHT = 0.3  # of positions whose next token the target did not write; 1 for the others
 POOL_ROUNDS = 8  # older text is forgotten
@@ -60,36 +62,34 @@ Text = tuple[NDArray[np.int32], NDArray[np.bool_]]  # token ids, and which of th
 Say = Callable[[str], None]
 
 
+def option(default: Any, text: str) -> Any:
+    """A field that is an option of the command line, too."""
+    return field(default=default, metadata={"help": f"{text} (default: {default or 'by the target'})"})
+
+
 @dataclass(frozen=True)
 class Plan:
-    """One distillation, as in OPTIONS. Lengths in tokens; sizes None: derived from the target's."""
+    """One distillation. Lengths in tokens; sizes None: derived from the target's."""
 
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    ffn: int | None = None
+    layers: int | None = option(None, "layers of the draft")
+    hidden: int | None = option(None, "its width")
+    heads: int | None = option(None, "its attention heads")
+    kv_heads: int | None = option(None, "those for keys and values")
+    ffn: int | None = option(None, "width of its feed-forward layers")
     init: tuple[int, ...] = ()  # layers of the target to start from; none: a new draft
-    loss: str = "tv"
-    share: float = 0.1
-    rounds: int = 20
-    round_tokens: int = 65_536
-    round_prompts: int = 128
-    reply_tokens: int = 128
-    window: int = 512
-    batch_tokens: int = 4096
-    own_share: float = 0.5
-    held_out_prompts: int = 64
-    patience: int = 3
-    min_rise: float = 0.002
-    rate: float = 1.0
-    seed: int = 0
+    rounds: int = option(20, "most rounds of writing and learning")
+    round_tokens: int = option(65_536, "tokens learnt from per round")
+    round_prompts: int = option(128, "texts that the target writes per round")
+    reply_tokens: int = option(128, "most tokens in each")
+    window: int = option(512, "tokens per row of a batch")
+    batch_tokens: int = option(4096, "tokens per step")
+    held_out_prompts: int = option(64, "unseen prompts on which acceptance is measured")
+    patience: int = option(3, "rounds without a rise before training stops")
+    seed: int = 0  # the same one gives the same weights on one machine
 
     def __post_init__(self) -> None:
         if self.window <= self.reply_tokens or self.batch_tokens < self.window:
             raise ConfigError("--window must be longer than --reply-tokens, and no longer than --batch-tokens")
-        if self.loss not in ("tv", "kl"):
-            raise ConfigError(f"--loss {self.loss!r} is not known; allowed: tv, kl")
 
     @property
     def rows(self) -> int:
@@ -234,10 +234,10 @@ class Distiller:
         return max(self.rounds, key=lambda each: (each.acceptance, -each.index))
 
     def stale_rounds(self, rounds: Sequence[Round] | None = None) -> int:
-        """Number of rounds since acceptance last rose by more than `min_rise`."""
+        """Number of rounds since acceptance last rose by more than MIN_RISE."""
         stale, level = 0, -1.0
         for each in self.rounds if rounds is None else rounds:
-            rises = each.acceptance > level + self.plan.min_rise
+            rises = each.acceptance > level + MIN_RISE
             stale, level = (0, each.acceptance) if rises else (stale + 1, level)
         return stale
 
@@ -260,9 +260,8 @@ class Distiller:
     def _end_round(self, variation: float, started: float, state: Path, say: Say) -> None:
         at_once = self.rows_at_once * self.plan.window
         self.student.eval()
-        with self._autocast():
-            greedy, _ = agreement(self.target.model, self.student, self.held_out["greedy"], at_once)
-            _, sampled = agreement(self.target.model, self.student, self.held_out["sampled"], at_once)
+        greedy, _ = agreement(self.target.model, self.student, self.held_out["greedy"], at_once)
+        _, sampled = agreement(self.target.model, self.student, self.held_out["sampled"], at_once)
         self.student.train()
         seconds = round(time.monotonic() - started, 2)
         self.rounds.append(Round(len(self.rounds), self.tokens_seen, greedy, sampled, variation, seconds))
@@ -309,7 +308,7 @@ class Distiller:
         ids, own = np.tile(ids, repeats), np.tile(own, repeats)
         rows, weights = [], []
         for _ in range(plan.rows):
-            if rng.random() < plan.own_share:
+            if rng.random() < OWN_SHARE:
                 start = int(rng.integers(0, ids.size - plan.window + 1))
                 rows.append(ids[start : start + plan.window])
                 is_own = own[start : start + plan.window]
@@ -328,7 +327,7 @@ class Distiller:
         variation = self.accumulate(ids, weights, LOSS_TEMPERATURES[self.step_index % len(LOSS_TEMPERATURES)])
         stale = sum(self.stale_rounds(self.rounds[: end + 1]) > 0 for end in range(1, len(self.rounds)))
         start = LAYERS_RATE if self.plan.init else 1.0
-        rate = self.plan.rate * start * self.schedule.rate_factor(self.tokens_seen) * STALE_RATE**stale
+        rate = start * self.schedule.rate_factor(self.tokens_seen) * STALE_RATE**stale
         update(self.student, self.optimizers, rate)
         self.step_index += 1
         self.tokens_seen += ids.numel()
@@ -351,19 +350,12 @@ class Distiller:
         """
         with torch.no_grad():
             wanted = (self.target.model(ids, use_cache=False).logits[:, :-1].float() / cooling).softmax(dim=-1)
-        with self._autocast():
-            logits = self.student(ids, use_cache=False).logits[:, :-1]
+        logits = self.student(ids, use_cache=False).logits[:, :-1]
         log_probs = (logits.float() / cooling).log_softmax(dim=-1)
         entropy = -(wanted * log_probs).sum(dim=-1)
         variation = 0.5 * (log_probs.exp() - wanted).abs().sum(dim=-1)
-        # The target's entropy does not depend on the student, so cross-entropy has the gradient of the divergence.
-        share = self.plan.share if self.plan.loss == "tv" else 1.0
-        loss, following = share * entropy + (1 - share) * variation, weights[:, 1:]
+        loss, following = SHARE * entropy + (1 - SHARE) * variation, weights[:, 1:]
         return (loss * following).sum(), (variation.detach() * following).sum()
-
-    def _autocast(self) -> Any:
-        is_half = self.target.model.dtype == torch.bfloat16
-        return torch.autocast(self.target.device.type, dtype=torch.bfloat16) if is_half else nullcontext()
 
     def _save(self, state: Path) -> None:
         texts = {kind: [(text.token_ids, text.start) for text in texts] for kind, texts in self.held_out.items()}
@@ -395,74 +387,34 @@ class Distiller:
 # the finished folder
 
 
-def write_folder(folder: Path, distiller: Distiller, weights: str) -> None:
-    """The best student, the target's tokenizer, and a README with what was measured."""
+def write_folder(folder: Path, distiller: Distiller) -> None:
+    """The best student, the target's tokenizer, and what it is."""
     shutil.rmtree(folder, ignore_errors=True)
-    student, target = distiller.student, distiller.target
+    student, target, best = distiller.student, distiller.target, distiller.best_round
     student.load_state_dict(distiller.best)
-    save_model(student, folder, torch.float16 if weights == "f16" else torch.float32)
+    save_model(student, folder, torch.float16)
     for pattern in CARRIED:
         for path in target.folder.glob(pattern):
             shutil.copyfile(path, folder / path.name)
-    lines = [f"| {each.index} | {each.tokens} | {each.greedy:.3f} | {each.sampled:.3f} |" for each in distiller.rounds]
+    greedy, sampled = (f"{share:.3f}" for share in (best.greedy, best.sampled))
     (folder / "README.md").write_text(
-        f"""---
-library_name: transformers
-tags: [speculative-decoding, draft-model, edgespec]
----
-# A draft for {target.folder.name}
-
-Drafts tokens for {target.folder.name}, on whose outputs it was trained and whose tokenizer is copied here: the target's
-licence applies to this folder too. Made with scripts/train/distill.py of edgespec; these weights are those of round
-{distiller.best_round.index}.
-
-Acceptance on held-out prompts, along text that the target wrote: the share of tokens that are the draft's choice
-(greedy), and 1 minus the total variation distance at temperature 1 (sampled). Round 0 is the untrained draft.
-
-| round | training tokens | greedy | sampled |
-|---|---|---|---|
-"""
-        + "\n".join(lines)
-        + "\n",
+        f"A draft for {target.folder.name}, distilled from its outputs by edgespec (distill.py), with its\n"
+        "tokenizer: the target's licence applies to this folder too. Accepted on held-out prompts, of tokens that the\n"
+        f"target wrote: greedily {greedy}, sampled at temperature 1 {sampled} (round {best.index}).\n",
         encoding="utf-8",
     )
 
 
-def distill(
-    plan: Plan, target: Target, documents: Sequence[Document], output: Path, weights: str, say: Say
-) -> Distiller:
+def distill(plan: Plan, target: Target, documents: Sequence[Document], output: Path, say: Say) -> Distiller:
     """Train until done and write `output`. A call after an interrupted one goes on from OUTPUT.partial."""
     state = output.with_name(f"{output.name}.partial") / "state.pt"
     state.parent.mkdir(parents=True, exist_ok=True)
     distiller = Distiller(plan, target, *split_held_out(documents, plan.held_out_prompts))
     distiller.run(state, say)
-    write_folder(state.parent / "result", distiller, weights)
+    write_folder(state.parent / "result", distiller)
     (state.parent / "result").replace(output)
     shutil.rmtree(state.parent)
     return distiller
-
-
-OPTIONS = {
-    "--layers": "layers of the draft",
-    "--hidden": "its width",
-    "--heads": "its attention heads",
-    "--kv-heads": "those for keys and values",
-    "--ffn": "width of its feed-forward layers",
-    "--loss": "distance to the target: tv, total variation, or kl, Kullback-Leibler",
-    "--share": "share of cross-entropy in the loss tv",
-    "--rounds": "most rounds of writing and learning",
-    "--round-tokens": "tokens learnt from per round",
-    "--round-prompts": "texts that the target writes per round",
-    "--reply-tokens": "most tokens in each",
-    "--window": "tokens per row of a batch",
-    "--batch-tokens": "tokens per step",
-    "--own-share": "share of the target's own text in a batch; the rest is data",
-    "--held-out-prompts": "unseen prompts on which acceptance is measured",
-    "--patience": "rounds without a rise before training stops",
-    "--min-rise": "smallest rise that counts",
-    "--rate": "factor on the learning rates",
-    "--seed": "the same seed gives the same weights on one machine",
-}
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -473,15 +425,12 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder to create")
     parser.add_argument("--init", type=numbers, default=(), metavar="N,N", help="layers of the target to start from")
-    parser.add_argument("--precision", choices=("f32", "bf16"), default="f32", help="of the forward passes")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    parser.add_argument("--weights", choices=("f16", "f32"), default="f16", help="type of the finished weights")
     parser.add_argument("--restart", action="store_true", help="discard an unfinished run")
-    plan = Plan()
-    for flag, text in OPTIONS.items():
-        default = getattr(plan, flag[2:].replace("-", "_"))
-        kind = {float: float, str: str}.get(type(default), int)
-        parser.add_argument(flag, type=kind, default=default, help=f"{text} (default: {default or 'by the target'})")
+    parser.add_argument("--seed", type=int, default=0)
+    for each in fields(Plan):
+        if each.metadata:
+            parser.add_argument(f"--{each.name.replace('_', '-')}", type=int, default=each.default, **each.metadata)
     return parser.parse_args(arguments)
 
 
@@ -496,11 +445,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(f"{given.output} already exists: give another --output, or delete it")
         if given.restart:
             shutil.rmtree(given.output.with_name(f"{given.output.name}.partial"), ignore_errors=True)
-        plan = Plan(**{field.name: getattr(given, field.name) for field in fields(Plan)})
+        plan = Plan(**{each.name: getattr(given, each.name) for each in fields(Plan)})
         documents = read_documents(given.data)
-        dtype = torch.bfloat16 if given.precision == "bf16" else torch.float32
-        target = Target(folder_of(given.target), pick_device(given.device), dtype)
-        done = distill(plan, target, documents, given.output, given.weights, lambda text: print(text, flush=True))
+        target = Target(folder_of(given.target), pick_device(given.device))
+        done = distill(plan, target, documents, given.output, lambda text: print(text, flush=True))
     except EdgespecError as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 2

@@ -1,11 +1,10 @@
-"""Convert a published EAGLE-3 head, in Hugging Face format, to the file that drafts for its target. Needs no torch.
+"""Convert a published EAGLE-3 head, in Hugging Face format, to a heads file for its ONNX target. Needs no torch.
 
-    python scripts/train/eagle3.py HEAD TARGET -o head.gguf --model target.gguf
     python scripts/train/eagle3.py HEAD TARGET -o heads.npz --model exported/onnx/target/model.onnx
 
-HEAD and TARGET are folders of checkpoints. A .gguf drafts for the target on llama.cpp, an .npz for its ONNX graph.
-MODEL is the target as it runs: what was made is compared on its states with a slow implementation, the .npz first as
-floats, which must agree, then as it is stored, whose loss is told. Without --model a .gguf is not compared.
+HEAD and TARGET are folders of checkpoints, MODEL is the target as it runs: what was made is compared on its states with
+the definition, first as floats, which must agree, then as it is stored, whose loss is told. For llama.cpp its own
+convert_hf_to_gguf.py makes a GGUF: HEAD --target-model-dir TARGET.
 
 Supported layouts: that of the method's authors, SpecForge and AngelSlim (`midlayer.*`), and that of `speculators`
 (`layers.0.*`, the layer's settings nested). A head without embeddings uses its target's.
@@ -24,45 +23,24 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import gguf
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
-from edgespec.engines.head import DraftHead
-from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.onnx.file_heads import load_eagle
-from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import ConfigError, EdgespecError, ModelFileError
-from edgespec.export.check import (
-    PROBE_TEXTS,
-    Comparison,
-    ExportRefused,
-    Limits,
-    compare_logits,
-    limits_of,
-    open_engine,
-)
-from edgespec.export.gguf.convert import (
-    OUTPUT_TYPES,
-    Tensors,
-    rotary_tensors,
-    write_gguf,
-    write_hyperparameters,
-)
-from edgespec.export.gguf.tokenizer import write_tokenizer
+from edgespec.export.check import PROBE_TEXTS, Comparison, ExportRefused, Limits, compare_logits
 from edgespec.formats.architectures import (
-    Architecture,
     Sizes,
-    interleave_rotary,
     llama3_frequency_factors,
     read_sizes,
     rotary_settings,
 )
 from edgespec.formats.checkpoint import Checkpoint, Config, Weights
-from edgespec.formats.gguf.heads import DRAFTED, EAGLE3, EAGLE3_LAYERS
+from edgespec.formats.gguf.heads import DRAFTED, EAGLE3_LAYERS
 from edgespec.formats.head_file import HeadFile, HeadManifest, Matrix, Table, read_head_file, write_head_file
 from edgespec.types import Batch
+from trainlib.eagle_definition import layer, normed
 
 PREFIXES = ("midlayer.", "layers.0.")
 NESTED = "transformer_layer_config"  # key under which `speculators` checkpoints nest the layer's settings
@@ -73,35 +51,36 @@ ROWS_AT_ONCE = 4096
 FLOATS = Limits(0.99, 1e-4)  # keys and values have half precision
 STORED = Limits(0.90, 0.05)  # of weights and inputs in 8 bits
 
-# Hugging Face name -> (GGUF name, shape); t: target layers concatenated, w: draft vocabulary, i: embedding + state
+# Hugging Face name -> (name in a heads file, shape); t: target layers concatenated, w: draft vocabulary, i: embedding +
+# state. The last two are tables, which a head may share with its target.
 OUTER: Mapping[str, tuple[str, str]] = {
-    "fc.weight": ("fc.weight", "d t"),
-    "input_norm.weight": ("enc.output_norm.weight", "t"),
-    "norm.weight": ("output_norm.weight", "d"),
-    "lm_head.weight": ("output.weight", "w d"),
-    "embed_tokens.weight": ("token_embd.weight", "v d"),
+    "fc.weight": ("fc", "d t"),
+    "input_norm.weight": ("feature_norm", "t"),
+    "norm.weight": ("norm", "d"),
+    "lm_head.weight": ("head", "w d"),
+    "embed_tokens.weight": ("embedding", "v d"),
 }
 LAYER: Mapping[str, tuple[str, str]] = {
-    "input_layernorm.weight": ("attn_norm.weight", "d"),
-    "hidden_norm.weight": ("attn_norm_2.weight", "d"),
-    "self_attn.q_proj.weight": ("attn_q.weight", "q i"),
-    "self_attn.k_proj.weight": ("attn_k.weight", "k i"),
-    "self_attn.v_proj.weight": ("attn_v.weight", "k i"),
-    "self_attn.o_proj.weight": ("attn_output.weight", "d q"),
-    "post_attention_layernorm.weight": ("ffn_norm.weight", "d"),
-    "mlp.gate_proj.weight": ("ffn_gate.weight", "f d"),
-    "mlp.up_proj.weight": ("ffn_up.weight", "f d"),
-    "mlp.down_proj.weight": ("ffn_down.weight", "d f"),
+    "input_layernorm.weight": ("embedding_norm", "d"),
+    "hidden_norm.weight": ("state_norm", "d"),
+    "self_attn.q_proj.weight": ("q_proj", "q i"),
+    "self_attn.k_proj.weight": ("k_proj", "k i"),
+    "self_attn.v_proj.weight": ("v_proj", "k i"),
+    "self_attn.o_proj.weight": ("o_proj", "d q"),
+    "post_attention_layernorm.weight": ("mlp_norm", "d"),
+    "mlp.gate_proj.weight": ("gate_proj", "f d"),
+    "mlp.up_proj.weight": ("up_proj", "f d"),
+    "mlp.down_proj.weight": ("down_proj", "d f"),
 }
-OPTIONAL = ("enc.output_norm.weight", "output.weight", "token_embd.weight")
+OPTIONAL = ("feature_norm", "head", "embedding")
 NOT_NEEDED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class HeadPlan:
-    """A head, matched with its target. `layers`: target layers whose inputs it reads; `tensors`: GGUF name -> source.
+    """A head, matched with its target. `layers`: target layers whose inputs it reads; `tensors`: our name -> source.
 
-    `drafted` [draft vocabulary]: target ids of the tokens that it can propose; None: all.
+    `drafted` [draft vocabulary]: target ids of the tokens that it can propose.
     """
 
     checkpoint: Checkpoint
@@ -109,15 +88,10 @@ class HeadPlan:
     layers: tuple[int, ...]
     target_width: int
     tensors: Mapping[str, str]
-    drafted: NDArray[np.int64] | None
-
-    @property
-    def shares_weights(self) -> bool:
-        """Whether it uses the target's embeddings or output head."""
-        return not {"token_embd.weight", "output.weight"} <= self.tensors.keys()
+    drafted: NDArray[np.int64]
 
     def weights(self, name: str) -> Weights:
-        """A tensor by its GGUF name. Raises ModelFileError for one that is damaged."""
+        """A tensor by our name. Raises ModelFileError for one that is damaged."""
         source = self.tensors[name]
         weights = self.checkpoint.weights(source)
         if not np.isfinite(weights).all():
@@ -148,8 +122,7 @@ def plan_head(folder: Path, target_folder: Path) -> HeadPlan:
     width = target.count("hidden_size")
     drafted = _drafted(checkpoint, vocabulary)
     layers = _layers(checkpoint.config, target.count("num_hidden_layers"), folder)
-    numbers = {"t": EAGLE3_LAYERS * width, "w": vocabulary if drafted is None else drafted.size, "i": 2 * sizes.width}
-    tensors = _tensors(checkpoint, sizes, numbers)
+    tensors = _tensors(checkpoint, sizes, {"t": len(layers) * width, "w": drafted.size, "i": 2 * sizes.width})
     return HeadPlan(checkpoint, sizes, layers, width, tensors, drafted)
 
 
@@ -157,7 +130,7 @@ def shared_names(target: Checkpoint) -> dict[str, str]:
     """Names of the target's tables by those in a head."""
     embeddings = next(name for name in target.names() if name.endswith("embed_tokens.weight"))
     head = "lm_head.weight" if "lm_head.weight" in target.tensors else embeddings
-    return {"token_embd.weight": embeddings, "output.weight": head}
+    return {"embedding": embeddings, "head": head}
 
 
 def _check_settings(checkpoint: Checkpoint, target: Checkpoint) -> None:
@@ -191,7 +164,7 @@ def _layers(config: Config, num_layers: int, folder: Path) -> tuple[int, ...]:
 
 
 def _tensors(checkpoint: Checkpoint, sizes: Sizes, numbers: Mapping[str, int]) -> dict[str, str]:
-    """GGUF name -> name in the checkpoint. Raises ModelFileError for a missing or unknown tensor or a wrong shape."""
+    """Our name -> name in the checkpoint. Raises ModelFileError for a missing or unknown tensor or a wrong shape."""
     found: dict[str, str] = {}
     for source in checkpoint.names():
         name = source.removeprefix("model.")
@@ -207,20 +180,20 @@ def _tensors(checkpoint: Checkpoint, sizes: Sizes, numbers: Mapping[str, int]) -
                 f"{checkpoint.tensors[source].file}: tensor {source} has the shape {checkpoint.shape(source)}, the "
                 f"configs of head and target imply {shape}"
             )
-        found[placed[0] if rest is None else f"blk.0.{placed[0]}"] = source
-    needed = [name for name, _ in OUTER.values() if name not in OPTIONAL] + [f"blk.0.{n}" for n, _ in LAYER.values()]
+        found[placed[0]] = source
+    needed = [name for name, _ in (*OUTER.values(), *LAYER.values()) if name not in OPTIONAL]
     if checkpoint.config.get("norm_before_fc"):
-        needed.append("enc.output_norm.weight")
+        needed.append("feature_norm")
     if missing := [name for name in needed if name not in found]:
         raise ModelFileError(f"{checkpoint.folder} lacks {len(missing)} tensors of an EAGLE-3 head: {missing[0]} ...")
     return found
 
 
-def _drafted(checkpoint: Checkpoint, vocabulary: int) -> NDArray[np.int64] | None:
-    """Target ids [draft vocabulary] of the head's tokens, from `d2t`, which stores id minus index; None without it."""
+def _drafted(checkpoint: Checkpoint, vocabulary: int) -> NDArray[np.int64]:
+    """Target ids [draft vocabulary] of the head's tokens, from `d2t`, which stores id minus index; all without it."""
     tensor = checkpoint.tensors.get(DRAFTED)
     if tensor is None:
-        return None
+        return np.arange(vocabulary)
     kinds = {"I64": "<i8", "I32": "<i4"}
     if tensor.dtype not in kinds or len(tensor.shape) != 1 or not tensor.shape[0]:
         raise ModelFileError(
@@ -235,96 +208,6 @@ def _drafted(checkpoint: Checkpoint, vocabulary: int) -> NDArray[np.int64] | Non
     return ids
 
 
-# the slow implementation
-
-
-class NumpyHead:
-    """A slow implementation in float32. `target_weights`: the target's embeddings and head [vocabulary, width]."""
-
-    def __init__(self, plan: HeadPlan, target_weights: Mapping[str, Matrix] | None = None) -> None:
-        own = {name: plan.checkpoint.weights(source) for name, source in plan.tensors.items()}
-        self._weights: Mapping[str, Matrix] = {**(target_weights or {}), **own}
-        self._plan, self._sizes = plan, plan.sizes
-        config = plan.checkpoint.config
-        self._epsilon = float(config["rms_norm_eps"])
-        self._norms_residual, self._norms_features = config.get("norm_before_residual"), config.get("norm_before_fc")
-        self._frequencies = rotary_frequencies(config, plan.sizes.head_dim)
-        self._keys: list[NDArray[np.float32]] = []
-        self._values: list[NDArray[np.float32]] = []
-        self.start = self.end = 0
-
-    @classmethod
-    def of(cls, plan: HeadPlan, target_folder: Path) -> NumpyHead:
-        """The head of a plan, with the weights that it shares with the model in `target_folder`."""
-        target = Checkpoint.open(target_folder)
-        names = shared_names(target) if plan.shares_weights else {}
-        return cls(plan, {name: target.weights(source) for name, source in names.items()})
-
-    def encode(self, features: Matrix) -> Matrix:
-        fused = self._norm(features, "enc.output_norm") if self._norms_features else features
-        return fused @ self._weights["fc.weight"].T
-
-    def decode(self, token_ids: NDArray[np.int32], states: Matrix) -> tuple[Matrix, Matrix]:
-        for token_id, state in zip(token_ids.tolist(), states, strict=True):
-            last = self._pair(token_id, state)
-        head = self._weights["output.weight"] @ self._norm(last, "output_norm")
-        drafted = self._plan.drafted
-        if drafted is None:
-            return head, last
-        logits = np.full(self._sizes.vocabulary, -np.inf, np.float32)
-        logits[drafted] = head
-        return logits, last
-
-    def _pair(self, token_id: int, state: Matrix) -> Matrix:
-        """Append one (token, state) pair to the cache; returns the head's state [width] after it."""
-        sizes, weights = self._sizes, self._weights
-        normed = self._norm(state, "blk.0.attn_norm_2")
-        embedding = self._norm(weights["token_embd.weight"][token_id], "blk.0.attn_norm")
-        both = np.concatenate((embedding, normed))
-        queries = self._rotated((weights["blk.0.attn_q.weight"] @ both).reshape(sizes.heads, sizes.head_dim))
-        self._keys.append(self._rotated((weights["blk.0.attn_k.weight"] @ both).reshape(sizes.kv_heads, -1)))
-        self._values.append((weights["blk.0.attn_v.weight"] @ both).reshape(sizes.kv_heads, -1))
-        self.end += 1
-        grouped = queries.reshape(sizes.kv_heads, -1, sizes.head_dim)
-        scores = np.einsum("kgh,nkh->kgn", grouped, np.stack(self._keys)) / np.sqrt(np.float32(sizes.head_dim))
-        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        seen = np.einsum("kgn,nkh->kgh", shares / shares.sum(axis=-1, keepdims=True), np.stack(self._values))
-        joined = weights["blk.0.attn_output.weight"] @ seen.reshape(-1)
-        joined = joined + (normed if self._norms_residual else state)
-        inner = self._norm(joined, "blk.0.ffn_norm")
-        gate = weights["blk.0.ffn_gate.weight"] @ inner
-        up = weights["blk.0.ffn_up.weight"] @ inner
-        found: Matrix = joined + weights["blk.0.ffn_down.weight"] @ (gate / (1 + np.exp(-gate)) * up)
-        return found
-
-    def _norm(self, values: Matrix, name: str) -> Matrix:
-        scale = np.sqrt((values * values).mean(axis=-1, keepdims=True) + np.float32(self._epsilon))
-        found: Matrix = values / scale * self._weights[f"{name}.weight"]
-        return found
-
-    def _rotated(self, heads: NDArray[np.float32]) -> NDArray[np.float32]:
-        """[heads, head_dim] rotated to the next position; Hugging Face stores rotary pairs as two halves."""
-        half = heads.shape[-1] // 2
-        angles = (self.end * self._frequencies).astype(np.float32)
-        cosine, sine = np.cos(angles), np.sin(angles)
-        first, second = heads[:, :half], heads[:, half:]
-        return np.concatenate((first * cosine - second * sine, second * cosine + first * sine), axis=1)
-
-    def rollback(self, to_end: int) -> None:
-        count = to_end - self.start
-        del self._keys[count:], self._values[count:]
-        self.end = to_end
-
-    def drop_before(self, start: int) -> None:
-        count = start - self.start
-        del self._keys[:count], self._values[:count]
-        self.start = start
-
-    def restart(self, position: int) -> None:
-        self._keys, self._values = [], []
-        self.start = self.end = position
-
-
 def rotary_frequencies(config: Mapping[str, Any], head_dim: int) -> NDArray[np.float64]:
     """The frequencies [head_dim / 2] of a head's rotary embedding."""
     settings = rotary_settings(dict(config))
@@ -334,67 +217,6 @@ def rotary_frequencies(config: Mapping[str, Any], head_dim: int) -> NDArray[np.f
     if settings["rope_type"] == "llama3":
         return found / llama3_frequency_factors(settings, head_dim)
     return found
-
-
-# a GGUF
-
-HEAD = Architecture(EAGLE3, {}, {})
-
-
-def convert_head(folder: Path, target_folder: Path, output: Path, quant: str = "q8_0") -> Path:
-    """Write the head of `folder` for the target of `target_folder` to `output`, atomically; norms are F32.
-
-    Raises the errors of `plan_head`, ConfigError for a `quant` that is not in OUTPUT_TYPES, StateError if `output`
-    cannot be written.
-    """
-    if quant not in OUTPUT_TYPES:
-        raise ConfigError(f"an EAGLE-3 head cannot be written as {quant}; allowed: {', '.join(OUTPUT_TYPES)}")
-    plan = plan_head(folder, target_folder)
-    tensors: Tensors = {
-        tensor: (plan.checkpoint.shape(source), partial(_interleaved, plan, tensor))
-        for tensor, source in plan.tensors.items()
-    }
-
-    def describe(writer: gguf.GGUFWriter) -> None:
-        write_hyperparameters(writer, plan.checkpoint, HEAD, plan.sizes)
-        _write_head(writer, plan)
-        write_tokenizer(writer, Checkpoint.open(target_folder), plan.sizes.vocabulary)
-
-    tensors |= rotary_tensors(plan.checkpoint, plan.sizes)
-    indices = {} if plan.drafted is None else {DRAFTED: plan.drafted}
-    return write_gguf(output, EAGLE3, folder.name, describe, tensors, quant, indices=indices)
-
-
-def _write_head(writer: gguf.GGUFWriter, plan: HeadPlan) -> None:
-    config = plan.checkpoint.config
-    writer.add_array(f"{EAGLE3}.target_layers", list(plan.layers))
-    writer.add_uint32(f"{EAGLE3}.target_hidden_size", plan.target_width)
-    for setting in ("norm_before_residual", "norm_before_fc"):
-        writer.add_bool(f"{EAGLE3}.{setting}", bool(config.get(setting, False)))
-
-
-def _interleaved(plan: HeadPlan, name: str) -> Weights:
-    weights = plan.weights(name)
-    heads = {"blk.0.attn_q.weight": plan.sizes.heads, "blk.0.attn_k.weight": plan.sizes.kv_heads}.get(name)
-    return weights if heads is None else interleave_rotary(weights, heads)
-
-
-# a heads file
-
-ARRAYS = {  # of a heads file, by their GGUF names
-    "fc": "fc.weight",
-    "embedding_norm": "blk.0.attn_norm.weight",
-    "state_norm": "blk.0.attn_norm_2.weight",
-    "q_proj": "blk.0.attn_q.weight",
-    "k_proj": "blk.0.attn_k.weight",
-    "v_proj": "blk.0.attn_v.weight",
-    "o_proj": "blk.0.attn_output.weight",
-    "mlp_norm": "blk.0.ffn_norm.weight",
-    "gate_proj": "blk.0.ffn_gate.weight",
-    "up_proj": "blk.0.ffn_up.weight",
-    "down_proj": "blk.0.ffn_down.weight",
-    "norm": "output_norm.weight",
-}
 
 
 OpenTarget = Callable[[tuple[int, ...]], Engine]
@@ -414,36 +236,42 @@ def write_heads(folder: Path, target_folder: Path, open_target: OpenTarget, outp
 
 
 def check_heads(folder: Path, target_folder: Path, open_target: OpenTarget, path: Path) -> dict[str, Comparison]:
-    """Compare the heads in `path` with the slow implementation. Raises ExportRefused."""
+    """Compare the heads in `path` with their definition. Raises ExportRefused."""
     plan = plan_head(folder, target_folder)
     with open_target(tuple(sorted(plan.layers))) as target:
         token_ids = _probe_ids(target)
         states, vocabulary = states_of(target, token_ids), target.vocabulary
-    wanted, stored = _wanted(plan, target_folder, token_ids, states), read_head_file(path)
+    wanted, stored = _defined(plan, target_folder, token_ids, states), read_head_file(path)
     floats, found = heads_of(plan, target_folder, token_ids[:1], states[:1]), {}
     floats = replace(floats, embedding=_embedding_of(plan, Checkpoint.open(target_folder), token_ids))
     for name, heads, kind, limits in (("as floats", floats, "F32", FLOATS), ("as stored", stored, "Q8_0", STORED)):
         with load_eagle(heads, vocabulary, heads.manifest.layers, threads=1, kind=kind) as head:
-            found[name] = _compared(token_ids, wanted, head, states)
-        refuse(found[name], limits, path)
+            encoded, behind = head.encode(states), range(1, token_ids.size)
+            rows = [head.decode(token_ids[at : at + 1], encoded[at - 1 : at])[0].copy() for at in behind]
+        found[name] = compare_logits(wanted, np.stack(rows)[:, plan.drafted])
+        if complaint := found[name].complaint(limits):
+            path.unlink()
+            raise ExportRefused(f"{path} is wrong and was removed: compared with its definition, {complaint}")
     return found
 
 
 def heads_of(plan: HeadPlan, target_folder: Path, probe_ids: NDArray[np.int32], probe_states: Matrix) -> HeadFile:
     """The heads of a plan as floats, their embedding in 8 bits; tables that they share come from `target_folder`."""
     sizes, target = plan.sizes, Checkpoint.open(target_folder)
-    arrays = {name: plan.weights(source) for name, source in ARRAYS.items()}
+    arrays = {name: plan.weights(name) for name in plan.tensors if name not in OPTIONAL}
     arrays["fc"] = _ascending(arrays["fc"], plan)
     arrays["frequencies"] = rotary_frequencies(plan.checkpoint.config, sizes.head_dim).astype(np.float32)
     manifest = _manifest(plan, target_folder)
     if manifest.norms_features:
-        arrays["feature_norm"] = _ascending(plan.weights("enc.output_norm.weight"), plan)
-    drafted = np.arange(sizes.vocabulary) if plan.drafted is None else plan.drafted
-    order = np.argsort(drafted)
-    own = "output.weight" in plan.tensors
-    rows = plan.weights("output.weight") if own else target.weights(shared_names(target)["output.weight"])
-    ids = drafted[order].astype(np.int32)
-    return HeadFile(manifest, arrays, rows[order], ids, probe_ids, probe_states, embedding=_embedding(plan, target))
+        arrays["feature_norm"] = _ascending(plan.weights("feature_norm"), plan)
+    order = np.argsort(plan.drafted)
+    rows, ids = _head_rows(plan, target)[order], plan.drafted[order].astype(np.int32)
+    return HeadFile(manifest, arrays, rows, ids, probe_ids, probe_states, embedding=_embedding(plan, target))
+
+
+def _head_rows(plan: HeadPlan, target: Checkpoint) -> Matrix:
+    """The scored rows [draft vocabulary, width]; a head that drafts all tokens may use its target's."""
+    return plan.weights("head") if "head" in plan.tensors else target.weights(shared_names(target)["head"])
 
 
 def _manifest(plan: HeadPlan, target_folder: Path) -> HeadManifest:
@@ -475,8 +303,8 @@ def _ascending(weights: Matrix, plan: HeadPlan) -> Matrix:
 
 
 def _place_of_embedding(plan: HeadPlan, target: Checkpoint) -> tuple[Checkpoint, str]:
-    own = plan.tensors.get("token_embd.weight")
-    return (plan.checkpoint, own) if own else (target, shared_names(target)["token_embd.weight"])
+    own = plan.tensors.get("embedding")
+    return (plan.checkpoint, own) if own else (target, shared_names(target)["embedding"])
 
 
 def _embedding(plan: HeadPlan, target: Checkpoint) -> Table:
@@ -518,45 +346,20 @@ def _embedding_of(plan: HeadPlan, target: Checkpoint, token_ids: NDArray[np.int3
     return Table(rows)
 
 
-def _wanted(plan: HeadPlan, target_folder: Path, token_ids: NDArray[np.int32], states: Matrix) -> Matrix:
-    """What the slow implementation scores behind every pair of a text, by the tokens that it can draft."""
-    slow, width = NumpyHead.of(plan, target_folder), plan.target_width
-    places = [sorted(plan.layers).index(layer) for layer in plan.layers]
-    encoded = slow.encode(np.concatenate([states[:, place * width : (place + 1) * width] for place in places], axis=1))
-    rows = [slow.decode(token_ids[at : at + 1], encoded[at - 1 : at])[0].copy() for at in range(1, token_ids.size)]
-    return np.stack(rows)
-
-
-def _compared(token_ids: NDArray[np.int32], wanted: Matrix, head: DraftHead, states: Matrix) -> Comparison:
-    encoded = head.encode(states)
-    rows = [head.decode(token_ids[at : at + 1], encoded[at - 1 : at])[0].copy() for at in range(1, token_ids.size)]
-    drafted = np.isfinite(wanted[0])
-    found = np.stack(rows)[:, : wanted.shape[1]]
-    return compare_logits(wanted[:, drafted], found[:, drafted])
-
-
-def compare_head(plan: HeadPlan, target_folder: Path, target: LlamaCppEngine, path: Path) -> Comparison:
-    """Compare the GGUF head in `path`, on an open target, with the slow implementation."""
-    token_ids, cached = _probe_ids(target), CachedSequence(target)
-    with target.load_head(path) as head:
-        cached.keep_features(True)
-        cached.feed(token_ids)
-        features = cached.features
-        assert features is not None
-        behind = range(1, token_ids.size)
-        wanted, found = (
-            np.stack([one.decode(token_ids[at : at + 1], states[at - 1 : at])[0].copy() for at in behind])
-            for one, states in ((one, one.encode(features)) for one in (NumpyHead.of(plan, target_folder), head))
-        )
-    drafted = np.isfinite(wanted[0])
-    return compare_logits(wanted[:, drafted], found[:, drafted])
-
-
-def refuse(found: Comparison, limits: Limits, path: Path) -> None:
-    """Remove the file and raise ExportRefused if the comparison is not within its limits."""
-    if complaint := found.complaint(limits):
-        path.unlink()
-        raise ExportRefused(f"{path} is wrong and was removed: compared with numpy, {complaint}")
+def _defined(plan: HeadPlan, target_folder: Path, token_ids: NDArray[np.int32], states: Matrix) -> Matrix:
+    """What the definition scores behind every pair of a text, by the tokens that it can draft."""
+    target, width, sizes = Checkpoint.open(target_folder), plan.target_width, _manifest(plan, target_folder)
+    arrays: dict[str, Any] = {name: plan.weights(name) for name in plan.tensors if name not in OPTIONAL}
+    arrays["frequencies"] = rotary_frequencies(plan.checkpoint.config, sizes.head_dim)
+    places = [sorted(plan.layers).index(each) for each in plan.layers]
+    features = np.concatenate([states[:-1, place * width : (place + 1) * width] for place in places], axis=1)
+    if sizes.norms_features:
+        features = normed(features, plan.weights("feature_norm"), sizes.norm_eps)
+    embedded = _embedding_of(plan, target, token_ids).codes[token_ids[1:]]
+    sees = np.tri(len(embedded), dtype=np.bool_)
+    _, scored = layer(sizes, arrays, features @ arrays["fc"].T, embedded, sees)
+    found: Matrix = scored @ _head_rows(plan, target).T
+    return found
 
 
 def _opened_graph(path: Path, layers: tuple[int, ...]) -> Engine:
@@ -565,38 +368,20 @@ def _opened_graph(path: Path, layers: tuple[int, ...]) -> Engine:
     return OnnxEngine.load(path, context_length=CONTEXT, reproducible=False, hidden_states=True, state_layers=layers)
 
 
-def _make_gguf(given: argparse.Namespace) -> None:
-    convert_head(given.head, given.target, given.output, given.quant)
-    if given.model is None:
-        return
-    plan = plan_head(given.head, given.target)
-    with open_engine("gguf", given.model, CONTEXT, None) as engine:
-        assert isinstance(engine, LlamaCppEngine)
-        found = compare_head(plan, given.target, engine, given.output)
-    # A shared table has the type that it has in the target's file.
-    refuse(found, limits_of("q8_0" if plan.shares_weights else given.quant), given.output)
-    print(found.figures())
-
-
-def _make_heads(given: argparse.Namespace) -> None:
-    if given.model is None:
-        raise ConfigError("--model is missing: an .npz holds what its target's graph computes for a few tokens")
-    opened = partial(_opened_graph, given.model)
-    write_heads(given.head, given.target, opened, given.output)
-    for name, found in check_heads(given.head, given.target, opened, given.output).items():
-        print(name, found.figures())
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("head", type=Path, help="folder of the published head")
     parser.add_argument("target", type=Path, help="folder of its target's checkpoint")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="file to write: .gguf or .npz")
-    parser.add_argument("--model", type=Path, help="the exported target: a GGUF, or model.onnx")
-    parser.add_argument("--quant", default="q8_0", help=f"of a .gguf: {', '.join(OUTPUT_TYPES)} (default %(default)s)")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="heads file to write: .npz")
+    parser.add_argument("--model", type=Path, required=True, help="the target as exported: model.onnx")
     given = parser.parse_args(arguments)
+    opened = partial(_opened_graph, given.model)
     try:
-        _make_gguf(given) if given.output.suffix == ".gguf" else _make_heads(given)
+        if given.output.suffix != ".npz":
+            raise ConfigError(f"{given.output} is no .npz; for a GGUF use llama.cpp's convert_hf_to_gguf.py")
+        write_heads(given.head, given.target, opened, given.output)
+        for name, found in check_heads(given.head, given.target, opened, given.output).items():
+            print(name, found.figures())
     except EdgespecError as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 2

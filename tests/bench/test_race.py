@@ -31,17 +31,14 @@ def lap(drafters: list[str | None], token_s: float = 0.1) -> Lap:
 # the picture
 
 
-def test_tokens_have_the_colour_of_their_drafter() -> None:
+def test_tokens_have_the_colour_of_their_drafter_and_are_counted() -> None:
+    marks = lap([None, *(["model"] * 3 + [None]) * 3]).marks
+    assert legend(marks).plain == "tokens: 4 the target's own, 9 drafted by model"
     text = coloured(lap([None, "model", "ngram", "suffix", "medusa"]).marks)
     styles = {text.plain[span.start : span.end].strip(): span.style for span in text.spans}
     assert styles == {"t1": "cyan", "t2": "yellow", "t3": "magenta", "t4": OTHER_COLOUR}
     hostile = Mark(TokenEvent(0, "a\x1b[2Jb\r", 0, None), 0.0)
     assert coloured([hostile]).plain == "a\N{REPLACEMENT CHARACTER}[2Jb\N{REPLACEMENT CHARACTER}"
-
-
-def test_the_legend_counts_tokens_by_drafter() -> None:
-    marks = lap([None, *(["model"] * 3 + [None]) * 3]).marks
-    assert legend(marks).plain == "tokens: 4 the target's own, 9 drafted by model"
 
 
 @pytest.mark.parametrize("columns", [200, 80, 40])
@@ -73,8 +70,6 @@ def test_through_a_pipe_there_are_no_control_codes() -> None:
     ("arguments", "said"),
     [
         (["demo", "--drafter", "none"], "--drafter none"),
-        (["demo", "--draft-length", "0"], "--draft-length 0"),
-        (["nothing-like-it"], "no model"),
         (["demo", "-p", " "], "the prompt is empty"),
         (["demo", "-s", "Be brief.", "--no-chat-template"], "--system needs the chat template"),
         (["demo", "--raw"], "no such option"),

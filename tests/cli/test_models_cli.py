@@ -48,7 +48,7 @@ def test_show_tells_where_a_model_comes_from_and_what_is_not_known():
     said = run("show", "qwen3-8b").stdout
     assert "source: Qwen/Qwen3-8B-GGUF, Q4_K_M" in said
     assert "verified: no" in said and "get it: edgespec pull qwen3-8b" in said
-    assert "edgespec export Qwen/Qwen3-8B --draft AngelSlim/Qwen3-8B_eagle3" in said
+    assert "eagle3 head: AngelSlim/Qwen3-8B_eagle3" in said
     assert str(TARGET) in run("show", "demo").stdout
     failed = run("show", "nothing-like-it")
     assert failed.exit_code == 2 and failed.stderr.startswith("error: no model 'nothing-like-it'")
@@ -70,7 +70,7 @@ def test_published_heads_are_listed_with_the_command_that_gets_or_converts_them(
     said = run("show", "qwen3-4b").stdout
     assert "dspark head: deepseek-ai/dspark_qwen3_4b_block7 (licence: not known), convert it with: llama.cpp's" in said
     said = run("show", "qwen3-8b").stdout
-    assert "convert it with: edgespec export Qwen/Qwen3-8B --draft AngelSlim/Qwen3-8B_eagle3 --to gguf" in said
+    assert "convert it with: llama.cpp's convert_hf_to_gguf.py (then -md HEAD.gguf)" in said
     assert "get it with: edgespec pull qwen3-8b --draft ggml-org/Qwen3-8B-GGUF:dspark-Qwen3-8B-Q8_0.gguf" in said
 
 

@@ -250,11 +250,4 @@ def test_a_drafter_that_is_late_again_and_again_pays_for_it(stall_s: float, ever
     excused = math.log2(4 * stall_s / PLAIN_S) + 2 + len(records) / 1024
     assert drafter.stalled_at  # it was tried
     assert worst_excess_s(records, 0.02, START_PASSES * PLAIN_S) <= excused * stall_s
-
-
-@pytest.mark.parametrize("stall_s", [0.3, 5.0])
-def test_a_drafter_that_is_always_late_is_given_up(stall_s: float) -> None:
-    drafter, records = stalled(stall_s, lambda count: True, 0.9, 20_000)
-    late = np.array(drafter.stalled_at)
-    assert len(late) <= math.log2(4 * stall_s / PLAIN_S) + 2 + len(records) / 1024
-    assert not (late > 10_000).any() or stall_s < 1.0
+    assert every > 1 or stall_s < 1.0 or max(drafter.stalled_at) < 3000, "one that is always late is given up"

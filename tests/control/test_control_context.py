@@ -21,6 +21,7 @@ from simulation import (
     Text,
     World,
     honest,
+    known_curve,
     made_up,
     simulate,
 )
@@ -37,8 +38,8 @@ def text(prompt_tokens: int, seed: int = 0) -> Text:
 
 def controller(world: World, known: str) -> AutoController:
     """One that knows the costs of short contexts, or that starts with guesses."""
-    short = CostCurve({width: ratio * PLAIN_S for width, ratio in ORT_INT8.items()})
-    curves = {"short": short, "guessed": CostCurve.guessed(0.3 * PLAIN_S)}
+    short = known_curve({width: ratio * PLAIN_S for width, ratio in ORT_INT8.items()})
+    curves = {"short": short, "guessed": CostCurve(0.3 * PLAIN_S)}
     cost = DraftCost(DRAFT_SHARE * PLAIN_S, READ_SHARE * PLAIN_S)
     return AutoController({"model": world.model()}, RunCosts(curves[known], {"model": cost}), 0.02, world.clock)
 

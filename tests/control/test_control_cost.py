@@ -15,18 +15,19 @@ from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING
 from edgespec.control.constants import FIRST_ROW, START_PASSES
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost, moved
-from edgespec.control.costs import cost_key
+from edgespec.control.pool import cost_key
 from edgespec.control.prices import RunCosts
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.reports import RoundRecord
 from edgespec.types import Verdict
+from simulation import known_curve
 from table_engine import TableEngine
 
 STEPS = {1: 1.0, 2: 1.4, 4: 1.5, 5: 2.5, 8: 2.6}
 
 
 def test_measured_widths_are_kept_and_others_lie_between() -> None:
-    curve = CostCurve(STEPS)
+    curve = known_curve(STEPS)
     assert [curve.at(width) for width in STEPS] == pytest.approx(list(STEPS.values()))
     assert curve.at(3) == pytest.approx(1.45)
     assert curve.at(11) == pytest.approx(2.6 + 3 * (2.6 - 2.5) / 3)
@@ -36,7 +37,7 @@ def test_measured_widths_are_kept_and_others_lie_between() -> None:
 
 def late(width: int, times: int, before: int = 8) -> CostCurve:
     """A curve that knows plain passes and `width`, and then saw `times` passes of it take twice as long."""
-    curve = CostCurve(STEPS)
+    curve = known_curve(STEPS)
     for _ in range(before):
         curve.observe(1, 1.0)
         curve.observe(width, STEPS[width])
@@ -71,7 +72,9 @@ def test_a_table_never_falls_whatever_was_measured_or_seen() -> None:
     """A narrow pass can be padded to a wider one, so it never costs more."""
     rng = np.random.default_rng(0)
     for _ in range(30):
-        curve = CostCurve({int(width): float(rng.uniform(0.5, 3.0)) for width in rng.choice(33, 6, replace=False) + 1})
+        curve = known_curve(
+            {int(width): float(rng.uniform(0.5, 3.0)) for width in rng.choice(33, 6, replace=False) + 1}
+        )
         for _ in range(50):
             curve.observe(int(rng.integers(1, 40)), float(rng.uniform(0.1, 9.0)))
             table = curve.table()
@@ -79,20 +82,8 @@ def test_a_table_never_falls_whatever_was_measured_or_seen() -> None:
             assert table[1] > 0
 
 
-def test_one_measured_width_is_enough() -> None:
-    curve = CostCurve({1: 0.5})
-    assert curve.at(1) == 0.5
-    assert curve.at(8) == pytest.approx(4.0)
-
-
-@pytest.mark.parametrize("measured", [{}, {0: 1.0}, {1: 0.0}, {1: 1.0, 2: -1.0}])
-def test_what_is_no_measurement_is_refused(measured: dict[int, float]) -> None:
-    with pytest.raises(ValueError, match="positive"):
-        CostCurve(measured)
-
-
 def test_a_slower_machine_shows_at_every_width() -> None:
-    curve = CostCurve(STEPS)
+    curve = known_curve(STEPS)
     for _ in range(300):
         curve.observe(1, 1.5)
         curve.observe(4, 1.5 * 1.5)
@@ -102,7 +93,7 @@ def test_a_slower_machine_shows_at_every_width() -> None:
 
 
 def test_a_width_that_was_measured_wrongly_is_corrected() -> None:
-    curve = CostCurve(STEPS)
+    curve = known_curve(STEPS)
     for _ in range(300):
         curve.observe(1, 1.0)
         curve.observe(8, 4.0)
@@ -112,10 +103,10 @@ def test_a_width_that_was_measured_wrongly_is_corrected() -> None:
 
 def test_noise_makes_wide_passes_neither_dearer_nor_alike() -> None:
     """Drafts of all lengths, 60 passes in all, each off by 15%: as much as a busy laptop's."""
-    true, errors = CostCurve({1: 1.0, 2: 1.1, 4: 1.3, 8: 1.5, 16: 2.1}), []
+    true, errors = known_curve({1: 1.0, 2: 1.1, 4: 1.3, 8: 1.5, 16: 2.1}), []
     for seed in range(40):
         rng = np.random.default_rng(seed)
-        curve = CostCurve(
+        curve = known_curve(
             {
                 width: s * math.exp(0.1 * rng.standard_normal())
                 for width, s in ((width, true.at(width)) for width in (1, 2, 4, 8, 16))
@@ -132,7 +123,7 @@ def test_noise_makes_wide_passes_neither_dearer_nor_alike() -> None:
 
 def test_outliers_hardly_move_it() -> None:
     """A hundredth of the passes take a hundred times as long."""
-    rng, curve = np.random.default_rng(0), CostCurve(STEPS)
+    rng, curve = np.random.default_rng(0), known_curve(STEPS)
     for _ in range(2000):
         width = int(rng.choice([1, 2, 4, 8]))
         late = 100.0 if rng.random() < 0.01 else 1.0
@@ -146,9 +137,9 @@ def test_outliers_hardly_move_it() -> None:
 
 @pytest.mark.parametrize("seen", [(0, 1.0), (WIDEST + 1, 1.0), (1, 0.0), (1, -1.0)])
 def test_what_cannot_have_been_a_pass_is_not_learnt_from(seen: tuple[int, float]) -> None:
-    curve = CostCurve(STEPS)
+    curve = known_curve(STEPS)
     curve.observe(*seen)
-    assert curve.table() == CostCurve(STEPS).table()
+    assert curve.table() == known_curve(STEPS).table()
 
 
 def test_a_drafted_token_and_a_read_one_are_told_apart() -> None:
@@ -178,7 +169,7 @@ def test_a_cost_that_was_unknown_is_what_is_seen_first() -> None:
 
 
 def test_choosing_tokens_is_no_overhead_of_a_round() -> None:
-    costs = RunCosts(CostCurve(STEPS), {}, 1)
+    costs = RunCosts(known_curve(STEPS), {}, 1)
     for _ in range(50):
         costs.choosing_s = moved(costs.choosing_s, 0.001)
         costs.observe_round(4, 4 * 0.001 + 0.003)
@@ -199,7 +190,7 @@ def test_other_weights_have_other_costs(tmp_path: Path) -> None:
 
 def fed(row: float, passes: int = 12, plain_s: float = 0.02) -> CostCurve:
     """A prior that saw plain passes and then some of widths 2 to 5, each row taking `row` of a plain pass."""
-    curve = CostCurve.guessed(1.0)
+    curve = CostCurve(1.0)
     for _ in range(3):
         curve.observe(1, plain_s)
     for index in range(passes):
@@ -209,7 +200,7 @@ def fed(row: float, passes: int = 12, plain_s: float = 0.02) -> CostCurve:
 
 
 def test_nothing_is_risked_before_plain_passes_were_timed() -> None:
-    curve = CostCurve.guessed(1.0)
+    curve = CostCurve(1.0)
     assert not curve.is_scaled and not curve.is_sure_of_plain
     curve.observe(1, 0.5)  # the first pass of a run waits for its weights
     assert not curve.is_sure_of_plain
@@ -238,7 +229,7 @@ def test_a_width_that_was_run_says_for_itself_what_it_costs() -> None:
 
 
 def test_rows_up_to_the_padding_are_one_pass() -> None:
-    curve = CostCurve.guessed(1.0, low=2)
+    curve = CostCurve(1.0, low=2)
     for width in (1, 2):
         curve.observe(width, 0.02)
     assert curve.at(1) == curve.at(2) == pytest.approx(0.02)
@@ -268,7 +259,7 @@ def test_a_damaged_entry_is_a_missing_one(damage: dict[str, object]) -> None:
 
 
 def test_the_first_plain_passes_say_what_the_bank_and_the_drafts_are_worth() -> None:
-    curve, cost = CostCurve.guessed(1.0), DraftCost.guessed(0.1)
+    curve, cost = CostCurve(1.0), DraftCost.guessed(0.1)
     controller = AutoController({"draft": NgramDrafter()}, RunCosts(curve, {"draft": cost}), clock=lambda: 0.0)
     controller.begin(np.arange(3, dtype=np.int32))
     assert cost.is_relative

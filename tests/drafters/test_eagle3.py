@@ -1,18 +1,19 @@
-"""EAGLE-3 heads in llama.cpp: their maths against numpy, what they read of a target, and no text depends on them."""
+"""EAGLE-3 heads in llama.cpp: their maths against the definition, what they read of a target, and texts as without."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
 import edgespec
 from demo import DEMO, TEST_THREADS
-from eagle3 import NumpyHead, compare_head, convert_head, plan_head
-from edgespec import GenerateOptions, Sampling
+from edgespec import GenerateOptions
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence, at_once
 from edgespec.engines.trial import check_model_files
@@ -20,24 +21,30 @@ from edgespec.errors import (
     BatchError,
     Cancelled,
     CapabilityError,
-    ConfigError,
     ContextFull,
     EngineError,
     ModelFileError,
     VocabularyMismatch,
 )
-from edgespec.export.check import limits_of
-from edgespec.export.gguf.convert import convert
-from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import head_kind_of, read_head
+from edgespec.formats.head_file import HeadManifest
 from edgespec.types import Batch, Draft
 from lossless import assert_same_text, assert_several_draft_apart, assert_window_changes_no_text
-from tiny_checkpoints import write_checkpoint as write_tiny
 from tiny_gguf import write_model
-from tiny_head import LAYERS, TARGET, WIDTH, write_checkpoint, write_head
+from tiny_head import HEADS, KV_HEADS, LAYERS, TARGET, WIDTH, head_tensors, write_head
+from trainlib.eagle_definition import layer
 
-HF_TARGET = DEMO / "hf" / "target"
-TOKENS = np.random.default_rng(5).integers(0, 4096, 60).astype(np.int32)
+NAMES = {  # of a heads file, by those of a GGUF's layer
+    **{f"{kind}_proj": f"attn_{kind}" for kind in "qkv"},
+    "o_proj": "attn_output",
+    "embedding_norm": "attn_norm",
+    "state_norm": "attn_norm_2",
+    "mlp_norm": "ffn_norm",
+    **{f"{kind}_proj": f"ffn_{kind}" for kind in ("gate", "up", "down")},
+}
+SMALL = replace(TARGET, weights=gguf.GGMLQuantizationType.Q8_0)  # such a target has a reproducible mode
+NUM_TOKENS = 299
+TOKENS = np.random.default_rng(5).integers(0, NUM_TOKENS, 60).astype(np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +55,20 @@ def demo_target() -> Iterator[LlamaCppEngine]:
 
 
 @pytest.fixture(scope="module")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaCppEngine]:
+    path = write_model(tmp_path_factory.mktemp("target") / "tiny.gguf", TARGET)
+    with LlamaCppEngine.load(path, threads=TEST_THREADS, context_length=64, reproducible=False) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("target") / "small.gguf", SMALL)
+
+
+@pytest.fixture(scope="module")
 def head_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random head for the demo target that owns its tables and proposes 500 tokens."""
-    folder = tmp_path_factory.mktemp("head")
-    return convert_head(write_checkpoint(folder / "hf", HF_TARGET), HF_TARGET, folder / "head.gguf", "f32")
+    return write_head(tmp_path_factory.mktemp("head") / "head.gguf")
 
 
 def same_bits(found: np.ndarray, wanted: np.ndarray) -> None:
@@ -125,84 +142,76 @@ def test_a_layer_that_is_not_there_is_refused(demo_target: LlamaCppEngine, layer
 # -- the head itself
 
 
-@pytest.mark.parametrize(
-    ("config", "options"),
-    [
-        ({}, {}),
-        ({"norm_before_residual": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {"drafted": None}),
-        ({"norm_before_fc": True, "rope_scaling": {
-            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        }}, {"tensors": {"input_norm.weight": np.linspace(0.5, 1.5, 768, dtype=np.float32)}}),
-        ({}, {"owns": (), "drafted": None}),
-        ({}, {"owns": ("lm_head.weight",)}),
-        ({"eagle_aux_hidden_state_layer_ids": [7, 0, 3]}, {"owns": ("embed_tokens.weight",), "drafted": None}),
-    ],
-    ids=["own tables", "speculators", "normed", "target's tables", "target's embeddings", "target's head"],
-)  # fmt: skip
-def test_a_head_computes_what_numpy_does(
-    demo_target: LlamaCppEngine, tmp_path: Path, config: dict[str, Any], options: dict[str, Any]
-) -> None:
-    """Many pairs at once, one by one, behind a rollback, behind a dropped beginning, and its own states."""
-    folder = write_checkpoint(tmp_path / "hf", HF_TARGET, config=config, **options)
-    plan = plan_head(folder, HF_TARGET)
-    path = convert_head(folder, HF_TARGET, tmp_path / "head.gguf", "f32")
-    features = features_of(demo_target, plan.layers)
-    wanted = NumpyHead.of(plan, HF_TARGET)
-    with demo_target.load_head(path) as found:
-        assert found.facts.layers == plan.layers
-        states = found.encode(features)
-        np.testing.assert_allclose(states, wanted.encode(features), atol=1e-4 * np.abs(states).max())
-
-        def same(token_ids: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            logits, state = found.decode(token_ids, rows)
-            logits, state = logits.copy(), state.copy()
-            wanted_logits, wanted_state = wanted.decode(token_ids, rows)
-            rounding = 2e-3 if "token_embd.weight" in plan.tensors else 1e-2
-            np.testing.assert_allclose(state, wanted_state, atol=rounding * np.abs(wanted_state).max())
-            is_drafted = np.isfinite(wanted_logits)
-            assert np.array_equal(np.isfinite(logits), is_drafted)
-            largest = np.abs(wanted_logits[is_drafted]).max()
-            allowed = 4e-3 if "output.weight" in plan.tensors else 3e-2  # the target's head is in eight bits
-            np.testing.assert_allclose(logits[is_drafted], wanted_logits[is_drafted], atol=allowed * largest)
-            assert (found.start, found.end) == (wanted.start, wanted.end)
-            return logits, state
-
-        first, _ = same(TOKENS[1:31], states[:30])
-        _, state = same(TOKENS[31:32], states[30:31])
-        same(TOKENS[40:41], state[np.newaxis])
-        for head in (found, wanted):
-            head.rollback(29)
-        again, _ = same(TOKENS[30:31], states[29:30])
-        np.testing.assert_array_equal(again.argmax(), first.argmax())
-        for head in (found, wanted):
-            head.drop_before(12)
-        same(TOKENS[31:41], states[30:40])
-        for head in (found, wanted):
-            head.restart(35)
-        same(TOKENS[36:59], states[35:58])
+def definition(states: np.ndarray, start: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(states that follow, logits) of the pairs of TOKENS from `start` on with these states [n, width]."""
+    own = {name.removesuffix(".weight"): each for name, each in head_tensors(TARGET, NUM_TOKENS).items()}
+    arrays = {ours: own[f"blk.0.{name}"] for ours, name in NAMES.items()} | {"norm": own["output_norm"]}
+    for name, heads in (("q_proj", HEADS), ("k_proj", KV_HEADS)):  # llama.cpp's rotary pairs lie side by side
+        rows = arrays[name]
+        arrays[name] = rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+    manifest = HeadManifest(
+        *("eagle", 3, WIDTH, NUM_TOKENS, "tiny", "-"),
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=WIDTH // HEADS,
+        ffn=64,
+        rope_theta=10000.0,
+        norm_eps=1e-5,
+        layers=(0, 1, 3),
+        generation=3,
+    )
+    embedded = own["token_embd"][TOKENS[start + 1 : start + 1 + len(states)]]
+    after, last = layer(manifest, arrays, states, embedded, np.tri(len(states), dtype=np.bool_))
+    return after, last @ own["output"].T
 
 
-def test_many_pairs_at_once_and_one_by_one_are_the_same(demo_target: LlamaCppEngine, head_path: Path) -> None:
+def test_a_head_computes_its_definition(tiny_target: LlamaCppEngine, head_path: Path) -> None:
+    """Many pairs at once, one by one, behind a rollback, behind a dropped beginning, behind a restart."""
+    features = features_of(tiny_target, tuple(LAYERS))
+    with tiny_target.load_head(head_path) as head:
+        assert head.facts.layers == tuple(LAYERS)
+        states = head.encode(features).copy()
+        encoded = features @ head_tensors(TARGET, NUM_TOKENS)["fc.weight"].T
+        np.testing.assert_allclose(states, encoded, atol=1e-3 * np.abs(encoded).max())
+
+        def same(first: int, end: int, start: int = 0) -> None:
+            """Pairs first..end are read behind those from `start` on."""
+            found, state = head.decode(TOKENS[first + 1 : end + 1], states[first:end])
+            after, logits = definition(states[start:end], start)
+            np.testing.assert_allclose(found, logits[-1], atol=5e-3 * np.abs(logits).max())
+            np.testing.assert_allclose(state, after[-1], atol=5e-3 * np.abs(after).max())
+            assert (head.start, head.end) == (start, end)
+
+        same(0, 30)
+        same(30, 31)
+        head.rollback(29)
+        same(29, 30)
+        head.restart(35)
+        same(35, 58, 35)
+        head.drop_before(45)
+        assert (head.start, head.end) == (45, 58)
+
+
+def test_many_pairs_at_once_and_one_by_one_are_the_same(tiny_target: LlamaCppEngine, head_path: Path) -> None:
     """More pairs than a pass takes, so that the border between passes is met too."""
-    with demo_target.load_head(head_path) as head:
-        states = np.tile(head.encode(features_of(demo_target, head.facts.layers)), (3, 1))[:150]
-        ids = np.tile(TOKENS, 3)[:150]
+    with tiny_target.load_head(head_path) as head:
+        states = np.tile(head.encode(features_of(tiny_target, head.facts.layers)), (2, 1))[:110]
+        ids = np.tile(TOKENS, 2)[:110]
         logits, state = (array.copy() for array in head.decode(ids, states))
         head.restart(0)
-        for at in range(150):
+        for at in range(110):
             last = head.decode(ids[at : at + 1], states[at : at + 1])
         np.testing.assert_allclose(last[1], state, atol=1e-3 * np.abs(state).max())
         assert int(last[0].argmax()) == int(logits.argmax())
 
 
-def test_wrong_calls_of_a_head_are_refused(demo_target: LlamaCppEngine, head_path: Path) -> None:
-    one = np.ones((1, 256), np.float32)
-    head = demo_target.load_head(head_path, context_length=8)
-    with pytest.raises(BatchError, match=r"\[n, 768\]"):
+def test_wrong_calls_of_a_head_are_refused(tiny_target: LlamaCppEngine, head_path: Path) -> None:
+    one = np.ones((1, WIDTH), np.float32)
+    head = tiny_target.load_head(head_path, context_length=8)
+    with pytest.raises(BatchError, match=r"\[n, 192\]"):
         head.encode(one)
     for ids, states in (
-        (np.array([4096]), one),
+        (np.array([NUM_TOKENS]), one),
         (np.array([-1]), one),
         (np.array([1, 2]), one),
         (np.array([]), one[:0]),
@@ -221,9 +230,9 @@ def test_wrong_calls_of_a_head_are_refused(demo_target: LlamaCppEngine, head_pat
         head.encode(one)
 
 
-def test_a_cancelled_head_goes_on_as_if_nothing_had_been(demo_target: LlamaCppEngine, head_path: Path) -> None:
-    with demo_target.load_head(head_path) as head:
-        states = head.encode(features_of(demo_target, head.facts.layers))
+def test_a_cancelled_head_goes_on_as_if_nothing_had_been(tiny_target: LlamaCppEngine, head_path: Path) -> None:
+    with tiny_target.load_head(head_path) as head:
+        states = head.encode(features_of(tiny_target, head.facts.layers))
         head.decode(TOKENS[1:11], states[:10])
         head.cancel()
         with pytest.raises(Cancelled):
@@ -235,41 +244,29 @@ def test_a_cancelled_head_goes_on_as_if_nothing_had_been(demo_target: LlamaCppEn
         same_bits(head.decode(TOKENS[11:31], states[10:30])[0], after)
         head.cancel()
         head.clear_cancel()
-        head.encode(np.ones((1, 768), np.float32))
+        head.encode(np.ones((1, 192), np.float32))
 
 
 # -- texts
 
 
-@pytest.fixture(scope="module")
-def demo(head_path: Path) -> Iterator[edgespec.Model]:
-    with edgespec.load("demo", draft=head_path, reproducible=True, threads=TEST_THREADS) as model:
-        yield model
-
-
-def test_demo_text_does_not_depend_on_the_head(demo: edgespec.Model) -> None:
-    stats = assert_same_text(demo, [*(("eagle3", n) for n in (1, 7, 12, "auto")), ("auto", "auto"), ("auto", 4)])
+def test_text_does_not_depend_on_the_head(small_path: Path, head_path: Path) -> None:
+    with edgespec.load(small_path, draft=head_path, reproducible=True, threads=TEST_THREADS) as model:
+        stats = assert_same_text(model, [*(("eagle3", n) for n in (1, 7, 12, "auto")), ("auto", "auto"), ("auto", 4)])
     assert stats["eagle3", 7].drafted_tokens > 6 * 48
 
 
-def test_heads_of_several_texts_draft_from_their_own_states(head_path: Path) -> None:
+def test_heads_of_several_texts_draft_from_their_own_states(small_path: Path, head_path: Path) -> None:
     """A head that read another text's states would draft others."""
-    texts = ("Find me a cheap Italian restaurant.", "def add(a, b):", "Tom has 3 apples. " * 12, "Book a table")
-    assert_several_draft_apart("demo", texts, "eagle3", draft=head_path)
+    texts = ("Find me a cheap Italian restaurant.", "def add(a, b):", "Tom has 3 apples. " * 6, "Book a table")
+    assert_several_draft_apart(str(small_path), texts, "eagle3", draft=head_path)
 
 
-def test_a_text_longer_than_the_heads_window_stays_the_same(head_path: Path) -> None:
-    assert_window_changes_no_text("demo", "eagle3", draft=head_path)
+def test_a_text_longer_than_the_heads_window_stays_the_same(small_path: Path, head_path: Path) -> None:
+    assert_window_changes_no_text(str(small_path), "eagle3", draft=head_path)
 
 
 # -- what does not fit
-
-
-@pytest.fixture(scope="module")
-def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaCppEngine]:
-    path = write_model(tmp_path_factory.mktemp("target") / "tiny.gguf", TARGET)
-    with LlamaCppEngine.load(path, threads=TEST_THREADS, context_length=64, reproducible=False) as engine:
-        yield engine
 
 
 def test_a_sound_head_is_told_from_a_model(tiny_target: LlamaCppEngine, tiny_path: Path, tmp_path: Path) -> None:
@@ -316,9 +313,8 @@ def test_a_head_that_is_not_sound_is_refused(
 def test_a_head_of_another_target_is_refused(
     tiny_target: LlamaCppEngine, demo_target: LlamaCppEngine, tmp_path: Path, head_path: Path
 ) -> None:
-    path = write_head(tmp_path / "head.gguf")
     with pytest.raises(CapabilityError, match="reads a target of width 64, this target has 256"):
-        demo_target.load_head(path)
+        demo_target.load_head(head_path)
     deep = write_head(tmp_path / "deep.gguf", metadata={"eagle3.target_layers": [0, 1, 4]})
     with pytest.raises(CapabilityError, match=r"reads layer 4 of its target, this one has 0\.\.3"):
         tiny_target.load_head(deep)
@@ -343,9 +339,9 @@ def test_a_target_without_layer_inputs_is_refused(tmp_path: Path) -> None:
             engine.read_layers_alone((0, 1))
 
 
-def test_what_is_given_as_draft_must_be_what_the_drafter_needs(head_path: Path, onnx_path: Path) -> None:
+def test_what_is_given_as_draft_must_be_what_the_drafter_needs(small_path: Path, head_path: Path) -> None:
     with pytest.raises(CapabilityError, match="use drafter='eagle3'"):
-        edgespec.load("demo", draft=head_path, drafter="model", threads=TEST_THREADS)
+        edgespec.load(small_path, draft=head_path, drafter="model", threads=TEST_THREADS)
     with pytest.raises(CapabilityError, match="use drafter='model'"):
         edgespec.load("demo", drafter="eagle3", threads=TEST_THREADS)
     with pytest.raises(CapabilityError, match=r"runs on onnx: .*engine='llamacpp'"):
@@ -355,98 +351,3 @@ def test_what_is_given_as_draft_must_be_what_the_drafter_needs(head_path: Path, 
         edgespec.load(target, drafter="eagle3", threads=TEST_THREADS)
     with edgespec.load(target, threads=TEST_THREADS) as model, pytest.raises(CapabilityError, match="EAGLE-3 head"):
         model.generate("Hello", options=GenerateOptions(drafter="eagle3"))
-
-
-# -- the converter
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"config": {"num_hidden_layers": 2}}, "is not an EAGLE-3 head"),
-        ({"config": {"hidden_act": "gelu"}}, "hidden_act 'gelu'"),
-        ({"config": {"target_hidden_size": 512}}, "a target of width 512"),
-        ({"config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, r"3 different ones of 0\.\.8"),
-        ({"config": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": "123"}}}, r"3 different ones of 0\.\.8"),
-        ({"config": {"rope_scaling": {"rope_type": "dynamic"}}}, "rotary scaling 'dynamic'"),
-        ({"config": {"norm_before_fc": True}}, "lacks 1 tensors"),
-        ({"config": {"intermediate_size": 95}}, "imply"),
-        ({"tensors": {"midlayer.hidden_norm.weight": None}}, "blk.0.attn_norm_2.weight"),
-        ({"tensors": {"midlayer.extra.weight": np.ones(3, np.float32)}}, "midlayer.extra.weight has no place"),
-        ({"tensors": {"d2t": np.full(500, 4096, np.int64)}}, "must name different tokens"),
-        ({"tensors": {"d2t": np.ones(500, np.float32)}}, "a list of I64"),
-        ({"tensors": {"norm.weight": np.full(256, np.inf, np.float32)}}, "infinity"),
-        ({"owns": ("embed_tokens.weight",)}, "no lm_head"),
-    ],
-)  # fmt: skip
-def test_a_checkpoint_that_is_no_head_is_refused(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
-    folder = write_checkpoint(tmp_path / "hf", HF_TARGET, **options)
-    with pytest.raises(ModelFileError, match=reason):
-        convert_head(folder, HF_TARGET, tmp_path / "head.gguf")
-    assert not list(tmp_path.glob("*.gguf*"))
-
-
-def test_speculators_names_and_small_types(tmp_path: Path, demo_target: LlamaCppEngine) -> None:
-    """The layer under another name with its settings nested; in eight bits the head is the same but for rounding."""
-    folder = write_checkpoint(tmp_path / "hf", HF_TARGET)
-    plan = plan_head(folder, HF_TARGET)
-    renamed = {
-        source.replace("midlayer.", "layers.0."): plan.checkpoint.weights(source) for source in plan.tensors.values()
-    }
-    nested = {"transformer_layer_config": {"num_hidden_layers": 1}}
-    other = write_checkpoint(
-        tmp_path / "other",
-        HF_TARGET,
-        tensors={**dict.fromkeys(plan.tensors.values()), **renamed},
-        config={**nested, "num_hidden_layers": None},
-    )
-    found = convert_head(other, HF_TARGET, tmp_path / "other.gguf", "q8_0")
-    assert sum(tensor.kind == "Q8_0" for tensor in read_header(found).tensors) == 10
-    logits = []
-    for path in (found, convert_head(folder, HF_TARGET, tmp_path / "head.gguf", "f32")):
-        with demo_target.load_head(path) as head:
-            states = head.encode(features_of(demo_target, head.facts.layers))
-            logits.append(head.decode(TOKENS[1:], states[:-1])[0].copy())
-    known = np.isfinite(logits[0])
-    np.testing.assert_allclose(logits[0][known], logits[1][known], atol=0.05 * np.abs(logits[1][known]).max())
-    with pytest.raises(ConfigError, match="allowed: f32"):
-        convert_head(folder, HF_TARGET, tmp_path / "k.gguf", "q4_k_m")
-
-
-def test_the_check_of_an_export_finds_a_wrong_head(demo_target: LlamaCppEngine, tmp_path: Path) -> None:
-    """Queries in Hugging Face's order of rotary pairs would still draft, only badly."""
-    folder = write_checkpoint(tmp_path / "hf", HF_TARGET, owns=("lm_head.weight",))
-    plan = plan_head(folder, HF_TARGET)
-    path = convert_head(folder, HF_TARGET, tmp_path / "head.gguf", "f16")
-    assert not compare_head(plan, HF_TARGET, demo_target, path).complaint(limits_of("q8_0"))
-    rows = plan.checkpoint.weights("midlayer.self_attn.q_proj.weight")
-    shuffled = rows.reshape(4, 32, 2, 512).swapaxes(1, 2).reshape(rows.shape)
-    wrong = write_checkpoint(
-        tmp_path / "wrong",
-        HF_TARGET,
-        owns=("lm_head.weight",),
-        tensors={"midlayer.self_attn.q_proj.weight": np.ascontiguousarray(shuffled)},
-    )
-    path = convert_head(wrong, HF_TARGET, tmp_path / "wrong.gguf", "f16")
-    assert compare_head(plan, HF_TARGET, demo_target, path).complaint(limits_of("q8_0"))
-    demo_target.rollback(0)
-    demo_target.give_hidden_states(False)
-
-
-@pytest.mark.parametrize("case", ["llama", "qwen3"])
-def test_targets_of_several_architectures(tmp_path: Path, case: str) -> None:
-    """A tiny random target with a head that takes all tables from it: text as without, and logits as numpy's."""
-    folder = write_tiny(tmp_path / case, case)
-    head = write_checkpoint(tmp_path / "head", folder, owns=(), drafted=None)
-    path = convert_head(head, folder, tmp_path / "head.gguf", "f32")
-    target = convert(folder, tmp_path / "target.gguf", "f32")
-    with LlamaCppEngine.load(target, threads=TEST_THREADS, context_length=128, reproducible=False) as engine:
-        assert not compare_head(plan_head(head, folder), folder, engine, path).complaint(limits_of("f16"))
-    target = convert(folder, tmp_path / "small.gguf", "q8_0")
-    with edgespec.load(str(target), draft=path, threads=TEST_THREADS, reproducible=True) as model:
-        for temperature in (0.0, 0.9):
-            sampling, options = Sampling(temperature=temperature), {"max_tokens": 40, "ignore_eos": True}
-            plain = model.generate("The quick", sampling, GenerateOptions(drafter="none", **options))
-            found = model.generate("The quick", sampling, GenerateOptions(drafter="eagle3", draft_length=4, **options))
-            assert found.stats.drafted_tokens > 40
-            assert found.token_ids == plain.token_ids

@@ -17,6 +17,7 @@ from edgespec.errors import BatchError, CapabilityError
 from edgespec.formats.head_file import HeadFile, HeadManifest, Table, read_head_file
 from edgespec.kernels.library import library_path
 from table_engine import LetterVocabulary
+from trainlib.eagle_definition import layer, normed
 
 pytestmark = pytest.mark.skipif(library_path() is None, reason="the kernels have not been built")
 COUNT = 14
@@ -59,47 +60,10 @@ def opened(heads: HeadFile) -> EagleHead:
     return load_eagle(heads, LetterVocabulary(heads.manifest.vocabulary_size), heads.manifest.layers, threads=1)
 
 
-def silu(x: States) -> States:
-    found: States = x / (1 + np.exp(-x))
-    return found
-
-
-def normed(x: States, weight: States, epsilon: float) -> States:
-    found: States = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + epsilon) * weight
-    return found
-
-
 def exact(heads: HeadFile, states: States, embedded: States, sees: NDArray[np.bool_]) -> tuple[States, States]:
     """(states that follow, scores) of pairs that each `sees` [n, n], by the papers' definition."""
-    sizes, arrays, epsilon = heads.manifest, heads.arrays, heads.manifest.norm_eps
-    if sizes.generation == 3:
-        state = normed(states, arrays["state_norm"], epsilon)
-        given = np.concatenate((normed(embedded, arrays["embedding_norm"], epsilon), state), axis=1)
-        x = state if sizes.norms_residual else states
-    else:
-        x = np.concatenate((states, embedded), axis=1) @ arrays["fc"].T
-        given = normed(x, arrays["attention_norm"], epsilon)
-    half = np.arange(0, sizes.head_dim, 2) / sizes.head_dim
-    frequencies = arrays.get("frequencies", sizes.rope_theta**-half)
-    depths = sees.sum(axis=1) - 1  # a pair's position: those before it that it sees
-    cos, sin = (f(depths[:, None] * frequencies)[:, None] for f in (np.cos, np.sin))
-    queries, keys, values = ((given @ arrays[f"{name}_proj"].T).reshape(len(x), -1, sizes.head_dim) for name in "qkv")
-
-    def rotated(y: States) -> States:
-        first, second = np.split(y, 2, axis=-1)
-        return np.concatenate((first * cos - second * sin, first * sin + second * cos), axis=-1)
-
-    queries, keys = rotated(queries), rotated(keys)
-    group = sizes.heads // sizes.kv_heads
-    keys, values = keys.repeat(group, axis=1), values.repeat(group, axis=1)
-    weights = np.einsum("qhd,khd->hqk", queries, keys) / np.sqrt(sizes.head_dim)
-    weights = np.exp(np.where(sees, weights, -np.inf) - np.where(sees, weights, -np.inf).max(axis=2, keepdims=True))
-    weights /= weights.sum(axis=2, keepdims=True)
-    x = x + np.einsum("hqk,khd->qhd", weights, values).reshape(len(x), -1) @ arrays["o_proj"].T
-    inner = normed(x, arrays["mlp_norm"], epsilon)
-    x = x + (silu(inner @ arrays["gate_proj"].T) * (inner @ arrays["up_proj"].T)) @ arrays["down_proj"].T
-    last = normed(x, arrays["norm"], epsilon)
-    return (x if sizes.generation == 3 else last), last @ heads.frequent_rows.T * sizes.scale
+    after, last = layer(heads.manifest, heads.arrays, states, embedded, sees)
+    return after, last @ heads.frequent_rows.T * heads.manifest.scale
 
 
 def cosine(one: States, other: States) -> float:

@@ -30,7 +30,7 @@ from edgespec.kernels.library import library_path
 from edgespec.loading.engine_choice import runs_on_kernels
 from edgespec.loading.requirements import resolve_pair
 from edgespec.types import Batch
-from lossless import assert_same_text
+from lossless import assert_same_text, assert_several_draft_apart
 from tiny_gemma4 import DRAFTER, GEMMA, Twin, write_drafter, write_target
 from tiny_gguf import write_model
 from tiny_mixtures import Case
@@ -170,15 +170,8 @@ def test_a_target_whose_last_layers_share_keys(tmp_path: Path, drafter_path: Pat
 
 
 def test_several_chats_draft_at_once(target_path: Path, drafter_path: Path) -> None:
-    options: dict[str, Any] = {"context_length": 512, "threads": TEST_THREADS, "parallel": 3, "reproducible": True}
-    prompts = [PROMPT, "a dog", "one two three one two"]
-    with edgespec.load(str(target_path), draft=str(drafter_path), **options) as model:
-        drafted = GenerateOptions(max_tokens=30, drafter="mtp", draft_length=3)
-        found = model.generate_all(prompts, Sampling(temperature=0.0), drafted)
-        for prompt, result in zip(prompts, found, strict=True):
-            alone = model.generate(prompt, Sampling(temperature=0.0), GenerateOptions(max_tokens=30, drafter="none"))
-            assert result.token_ids == alone.token_ids and result.stats.drafted_tokens > 0
-            assert not [line for line in result.stats.notes if "fail" in line]
+    texts = (PROMPT, "a dog", "one two three one two")
+    assert_several_draft_apart(str(target_path), texts, "mtp", draft=str(drafter_path))
 
 
 def test_a_file_says_what_it_is(target_path: Path, drafter_path: Path) -> None:

@@ -10,21 +10,17 @@ import pytest
 
 from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
-from edgespec.control.base import FixedLength
-from edgespec.control.cost import CostCurve, DraftCost
+from edgespec.control.cost import DraftCost
 from edgespec.control.prices import RunCosts
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.heads import DFlashDrafter, Eagle3Drafter, HeadDrafter
 from edgespec.engines.head import States
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import Cancelled
-from edgespec.generation.decode import autoregressive, speculative
-from edgespec.generation.run_state import Run
-from edgespec.reports import TokenEvent
-from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.sampler import Sampler
-from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, TokenIds
+from lossless import run_once
+from simulation import known_curve
 from table_engine import TableEngine
 from tiny_heads import LAYERS, OpenBlock, OpenHead
 
@@ -51,7 +47,7 @@ def ask(drafter: HeadDrafter, text: TokenIds, told: int, most: int) -> Draft:
 
 
 @both
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_the_head_reads_what_the_text_says_and_nothing_else(drafts, opens, seed: int) -> None:
     """Texts grow, are cut and change; windows of what is told come and go; the head's own window is small or large."""
     rng = np.random.default_rng(seed)
@@ -148,25 +144,15 @@ def test_the_heads_own_confidence_joins_the_evidence() -> None:
     assert np.isfinite(extremes).all()
 
 
-def run_once(
-    cached: CachedSequence, drafter: HeadDrafter | None, rule: str, sampling: Sampling, count: int, length: int = 3
-) -> list[TokenEvent]:
-    cached.engine.state_layers = LAYERS
-    cached.keep_features(drafter is not None)
-    sampler = Sampler(sampling, VOCABULARY)
-    run = Run(cached, np.array([0, 1], np.int32), sampler, StopRules(frozenset(), (), count), logprobs=False)
-    if drafter is None:
-        return list(autoregressive(run))
-    return list(speculative(run, FixedLength(drafter, length), RULES[rule]))
-
-
 def test_a_block_of_a_head_that_knows_the_target_is_always_right() -> None:
     """A whole block of the greedy chain is accepted, and costs one pass of the head."""
     target = TableEngine.random(VOCABULARY, order=1, seed=12, context_length=400)
     head = OpenBlock(400)
     head.table, head.share_of_state = np.stack([target.row((token,)) for token in range(VOCABULARY)]), 0.0
     cached, drafter = CachedSequence(target), DFlashDrafter(head, max_features=512)
-    found = run_once(cached, drafter, "coupled", Sampling(temperature=0.0, seed=7), 241, length=9)
+    target.state_layers = LAYERS
+    cached.keep_features(True)
+    found = run_once(cached, drafter, "coupled", 9, Sampling(temperature=0.0, seed=7), 241, logprobs=False)
     assert len({event.token_id for event in found[-20:]}) > 3, "it must matter which token is the last one"
     assert sum(event.drafter is not None for event in found) == 200
     assert head.num_blocks == 40
@@ -179,7 +165,9 @@ def test_pairs_of_a_head_that_knows_the_target_are_always_right(rule: str) -> No
     head.table, head.share_of_state = np.stack([target.row((token,)) for token in range(VOCABULARY)]), 0.0
     cached, drafter = CachedSequence(target), Eagle3Drafter(head, max_features=512)
     sampling = Sampling(temperature=1.2, top_k=0, top_p=1.0, min_p=0.0, seed=7)
-    found = run_once(cached, drafter, rule, sampling, 201)
+    target.state_layers = LAYERS
+    cached.keep_features(True)
+    found = run_once(cached, drafter, rule, 3, sampling, 201, logprobs=False)
     assert sum(event.drafter is not None for event in found) == 150
 
 
@@ -200,10 +188,9 @@ def test_a_draft_of_any_length_costs_the_same() -> None:
 
 def test_the_controller_prices_a_block_once() -> None:
     drafters = {"dflash": DFlashDrafter(OpenBlock(64), max_features=64)}
-    controller = AutoController(drafters, RunCosts(CostCurve({1: 0.01, 16: 0.02}), {}))
+    controller = AutoController(drafters, RunCosts(known_curve({1: 0.01, 16: 0.02}), {}))
     assert controller.costs.drafts["dflash"].is_once
     controller.costs.use_threads(2)
-    controller.costs.follow_threads()
     assert controller.costs.draft("dflash").is_once
 
 

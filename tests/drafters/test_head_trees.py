@@ -15,23 +15,21 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.control.base import FixedLength, Proposal
-from edgespec.control.cost import CostCurve
-from edgespec.control.prices import RunCosts, path_products
+from edgespec.control.prices import path_products
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.growth import MAX_ROW_COST, evidence_of
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
-from edgespec.generation.decode import autoregressive, speculative
+from edgespec.generation.decode import speculative
 from edgespec.generation.run_state import Run
 from edgespec.kernels.library import library_path
 from edgespec.reports import RoundRecord
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
-from edgespec.types import Draft, Logits, Verdict
-from head_tables import KINDS, VOCABULARY, request, table, with_features
-from lossless import DEMO, PLAIN, PROMPTS, side_branches
-from simulation import Timed, Watched
+from edgespec.types import Logits, Verdict
+from head_tables import KINDS, VOCABULARY, request, table
+from lossless import DEMO, PLAIN, PROMPTS, paths, side_branches
 from tiny_heads import drafter_of, random_heads, table_heads
 
 HIDDEN, TOKENS = 64, 299  # of the tiny model
@@ -52,9 +50,6 @@ def texts(length: int = 40) -> tuple[np.ndarray, np.ndarray]:
 
 def tree_request(most: int = 16, temperature: float = 0.0, branches: int = 8, **more: Any) -> DraftRequest:
     return request(*texts(), most, temperature)._replace(max_branches=branches, **more)
-
-
-# -- losslessness
 
 
 # -- what they propose
@@ -98,17 +93,6 @@ def test_the_main_chain_is_what_the_heads_would_draft_without_branches(
     assert {len(draft.evidence[node]) for node in firsts} == {3}
     later = [draft.evidence[node] for node in range(draft.num_tokens) if node not in firsts]
     assert later and all(found[:4] == (0.0, 0.0, 0.0, 1.0) for found in later)
-
-
-def paths(draft: Draft) -> Iterator[tuple[list[int], list[int]]]:
-    """(tokens of the path to a node, tokens of its children in order) of all nodes with children."""
-    for node in range(-1, draft.num_tokens):
-        path, at = [], node
-        while at >= 0:
-            path, at = [int(draft.token_ids[at]), *path], int(draft.parents[at])
-        children = draft.token_ids[draft.children_of(node)].tolist()
-        if children:
-            yield path, children
 
 
 def arrivals(sampler: Sampler, row: Logits, text: np.ndarray) -> list[int]:
@@ -215,73 +199,11 @@ def test_an_error_inside_a_tree_leaves_no_trace(tiny_engine: LlamaCppEngine, mon
     assert again.parents.tolist() == expected.parents.tolist()
 
 
-# -- the automatic choice
-
-
-@pytest.mark.parametrize("rule", ["coupled", "typical", "block"])
-@pytest.mark.parametrize("row_s, temperature", [(0.0, 0.0), (0.005, 1.0), (0.2, 1.0)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_auto_takes_trees_where_rows_are_cheap_and_only_there(
-    monkeypatch: pytest.MonkeyPatch, kind: str, rule: str, row_s: float, temperature: float
-) -> None:
-    engine = Timed.random(VOCABULARY, order=1, seed=1, context_length=500)
-    engine.row_s = row_s
-    for module in ("generation.run_state", "generation.decode", "control.threads"):
-        monkeypatch.setattr(f"edgespec.{module}.perf_counter", lambda: engine.now_s)
-    drafter = drafter_of(table_heads(kind, engine.related(sigma=0.8)), VOCABULARY)
-    curve = CostCurve({1: 1.0, 65: 1.0 + 64 * row_s})
-    controller = Watched({kind: drafter}, RunCosts(curve, {}), clock=lambda: engine.now_s)
-    cached = with_features(engine)
-    sampler = Sampler(Sampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0), VOCABULARY)
-    runs = [Run(cached, np.array([0, 1], np.int32), sampler, StopRules(frozenset(), (), 400), False) for _ in range(2)]
-    found = [event.token_id for event in speculative(runs[0], controller, RULES[rule])]
-    assert len(found) == 400
-    if rule == "coupled":
-        assert found == [event.token_id for event in autoregressive(runs[1])]
-    if rule == "block":
-        assert not controller.branched
-    elif row_s == 0.2:
-        assert controller.branched <= 2  # while what rows cost is still a guess
-    elif rule == "coupled":  # greedy chains are mostly accepted
-        assert controller.branched > (5 if temperature else 0)
-
-
 # -- the demo pair
 
 
-@pytest.fixture(scope="module", params=["llamacpp", "onnx"])
-def demo(request: pytest.FixtureRequest) -> Iterator[edgespec.Model]:
-    if request.param == "onnx":
-        pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
-    heads = DEMO.parent / "heads"
-    options: dict[str, Any] = {"engine": request.param, "threads": TEST_THREADS, "reproducible": True}
-    with (
-        edgespec.load("demo", heads=heads / "medusa.npz", **options) as model,
-        edgespec.load("demo", heads=heads / "eagle.npz", **options) as other,
-    ):
-        yield model, other
-
-
-@pytest.mark.parametrize("temperature, seeds", [(0.0, (0,)), (0.8, (11, 12)), (1.2, (13, 14))])
-def test_demo_text_does_not_depend_on_the_trees(demo: Any, temperature: float, seeds: tuple[int, ...]) -> None:
-    """Bit for bit, with trees on llama.cpp and chains on ONNX Runtime's own kernels."""
-    records: list[RoundRecord] = []
-    for kind, model in zip(KINDS, demo, strict=True):
-        for seed, (prompt, most) in itertools.product(seeds, zip(PROMPTS, (6, 12, 16), strict=True)):
-            ids = model.encode_chat([{"role": "user", "content": prompt}])
-            sampling = Sampling(temperature=temperature, seed=seed)
-            plain = model.generate(ids, sampling, GenerateOptions(max_tokens=40, drafter="none", ignore_eos=True))
-            options = GenerateOptions(max_tokens=40, drafter=kind, draft_length=most, ignore_eos=True)
-            found = model.generate(ids, sampling, options, records.append)
-            assert found.token_ids == plain.token_ids
-            assert found.logprobs == plain.logprobs
-            assert found.reproducible
-    assert max(record.accepted_tokens for record in records) > 2
-
-
-@pytest.mark.parametrize("rule", ["coupled", "typical"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_our_kernels_score_trees(kind: str, rule: Any, target_path: Path) -> None:
+def test_our_kernels_score_trees(kind: str, target_path: Path) -> None:
     if library_path() is None:
         pytest.skip("the kernels are not built: scripts/run.py test builds them")
     records: list[RoundRecord] = []
@@ -289,11 +211,11 @@ def test_our_kernels_score_trees(kind: str, rule: Any, target_path: Path) -> Non
     with edgespec.load(target_path, engine="onnx", heads=heads, drafter=kind, threads=TEST_THREADS) as model:
         assert model.target.facts.can_tree
         ids, sampling = model.encode_chat([{"role": "user", "content": PROMPTS[0]}]), Sampling(temperature=0.8, seed=1)
-        options = GenerateOptions(max_tokens=40, drafter=kind, draft_length=9, verify=rule, ignore_eos=True)
+        options = GenerateOptions(max_tokens=40, drafter=kind, draft_length=9, ignore_eos=True)
         result = model.generate(ids, sampling, options, records.append)
         plain = model.generate(ids, sampling, GenerateOptions(max_tokens=40, drafter="none", ignore_eos=True))
     assert len(result.token_ids) == 40
-    assert rule != "coupled" or (result.token_ids, result.logprobs) == (plain.token_ids, plain.logprobs)
+    assert (result.token_ids, result.logprobs) == (plain.token_ids, plain.logprobs)
     assert max(record.accepted_tokens for record in records) > 1
     assert any(record.drafted_tokens == 9 for record in records)
 

@@ -20,12 +20,12 @@ from edgespec.sampling.sampler import Sampler
 from edgespec.vocabulary import Vocabulary
 from laws import ALPHA_1E6
 from lossless import score_of_pairs
-from reordered import write_reordered_gguf, write_reordered_onnx
+from reordered import write_reordered_gguf
 from table_engine import TableEngine
 from tiny_gguf import write_sentencepiece_model
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
-DRAFT = DEMO / "demo-draft-q8_0.gguf"
+TARGET, DRAFT = (DEMO / f"demo-{role}-q8_0.gguf" for role in ("target", "draft"))
 PROMPTS = ("Find me a cheap Italian restaurant in San Jose.", "Write a Python function `clamp(value, low, high)`.")
 ORDER = np.random.default_rng(7).permutation(4096).tolist()
 
@@ -204,19 +204,14 @@ def reordered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["llamacpp", "onnx"])
-def pairs(
-    request: pytest.FixtureRequest, reordered: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[edgespec.Model, edgespec.Model]]:
+def pairs(request: pytest.FixtureRequest, reordered: Path) -> Iterator[tuple[edgespec.Model, edgespec.Model]]:
     """The demo pair, and the same with the draft's tokens in another order, on one engine."""
-    other = reordered
-    if request.param == "onnx":
-        folder = tmp_path_factory.mktemp("reordered") / "draft"
-        other = write_reordered_onnx(DEMO / "onnx" / "draft", folder, ORDER)
+    options = {"engine": request.param, "drafter": "model", "reproducible": True}
     with (
-        edgespec.load("demo", engine=request.param, drafter="model", reproducible=True) as own,
-        edgespec.load("demo", engine=request.param, drafter="model", draft=other, reproducible=True) as mapped,
+        edgespec.load(TARGET, draft=DRAFT, **options) as own,
+        edgespec.load(TARGET, draft=reordered, **options) as other,
     ):
-        yield own, mapped
+        yield own, other
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])

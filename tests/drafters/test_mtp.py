@@ -267,17 +267,13 @@ def test_damaged_weights_are_named(alone_path: Path, tmp_path: Path) -> None:
     try_head(alone_path)
 
 
-def test_the_layer_is_planned_where_it_drafts(model_path: Path) -> None:
-    drafted, plain = (
-        footprint(model_path, ModelUse(256, speculates=drafts, has_mtp=drafts)) for drafts in (True, False)
-    )
+def test_the_layer_is_planned_where_it_drafts(model_path: Path, alone_path: Path) -> None:
+    """In the model's own file, and in one of its own."""
+    uses = (ModelUse(256, speculates=drafts, has_mtp=drafts) for drafts in (True, False))
+    drafted, plain = (footprint(model_path, use).own for use in uses)
+    alone = head_footprint(alone_path, ModelUse(256))
     engine = LlamaCppEngine.load(model_path, context_length=256, threads=1, has_mtp=True)
     with engine, engine.load_mtp() as head:
-        assert drafted.own - plain.own > head.facts.num_bytes > 0
-
-
-def test_a_file_with_the_layer_is_planned(model_path: Path, alone_path: Path) -> None:
-    planned = head_footprint(alone_path, ModelUse(256))
+        assert drafted - plain > head.facts.num_bytes > 0
     with LlamaCppEngine.load(model_path, threads=1) as engine, engine.load_head(alone_path) as head:
-        assert planned.mapped == alone_path.stat().st_size
-        assert planned.mapped + planned.own > head.facts.num_bytes > 0
+        assert alone.mapped == alone_path.stat().st_size and alone.mapped + alone.own > head.facts.num_bytes > 0

@@ -8,13 +8,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import pytest
-from click.testing import CliRunner
 
 import edgespec
+from command_line import run
 from edgespec import GenerateOptions, Sampling
-from edgespec.cli.main import cli
 from edgespec.cli.session import open_session
 from edgespec.config.sources import resolve
 from edgespec.drafters.spec import learnt_texts
@@ -44,7 +42,7 @@ def remembering(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
             (folder / "answer.txt").write_text(
                 _answer(model, PROMPTS[0], Sampling(temperature=0.8, seed=3), "none").text
             )
-        done = CliRunner().invoke(cli, ["corpus", "add", str(folder / "answer.txt")])
+        done = run("corpus", "add", str(folder / "answer.txt"))
         assert done.exit_code == 0, done.output
         with edgespec.load("demo", engine=request.param, reproducible=True, learn=True) as model:
             yield model
@@ -79,23 +77,18 @@ def rate_of(model: edgespec.Model) -> float:
     return _answer(model, QUESTION, Sampling(temperature=0.0), "suffix", 8).stats.mean_accepted_length
 
 
-def test_learning_is_off_by_default(home: Path) -> None:
+def test_learning_is_off_by_default_and_forgetting_clears_what_this_process_learnt(home: Path) -> None:
     with load_demo() as model:
         first = rate_of(model)
         model.forget()
         assert rate_of(model) == first, "a prompt that is decoded again does not meet its own answer"
     assert not (home / "texts").exists()
     with load_demo(learn=True) as model:
-        rate_of(model)
-    with load_demo() as model:
         assert rate_of(model) == first
-
-
-def test_forgetting_is_as_if_the_model_had_just_been_loaded(home: Path) -> None:
-    with load_demo(learn=True) as model:
-        first = rate_of(model)
         assert rate_of(model) > first + 1, "its own answer of a moment ago"
         model.forget()
+        assert rate_of(model) == first
+    with load_demo() as model:
         assert rate_of(model) == first
     with load_demo(learn=True) as model:
         assert rate_of(model) > first + 1, "the answer of an earlier run"
@@ -141,10 +134,6 @@ def test_an_answer_whose_model_was_closed_meanwhile_is_learnt_too(home: Path) ->
 # -- on the command line
 
 
-def run(*arguments: str, stdin: str | None = None) -> click.testing.Result:
-    return CliRunner().invoke(cli, list(arguments), input=stdin)
-
-
 def test_a_corpus_is_added_listed_and_removed(home: Path, tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "a.py").write_text("def clamp(value, low, high):\n    return value\n" * 20)
@@ -160,12 +149,6 @@ def test_a_corpus_is_added_listed_and_removed(home: Path, tmp_path: Path) -> Non
     assert run("corpus", "add", str(tmp_path / "code")).exit_code == 0
     assert "removed: " in run("corpus", "rm", "--all").output
     assert "there was nothing" in run("corpus", "rm", "--all").output
-
-
-def test_a_note_on_an_answer_has_a_line_of_its_own(home: Path) -> None:
-    done = run("generate", "-p", QUESTION, "-n", "24", "--temp", "0", "--ignore-eos", "--learn")
-    assert "\ncut at 24 tokens" in done.output, "as a terminal shows both streams"
-    assert done.stdout.endswith("\n") and not done.stdout.endswith("\n\n")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.config.values import RuleName
 from edgespec.control.base import FixedLength
+from edgespec.control.prices import path_products
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
@@ -26,7 +27,7 @@ from edgespec.sampling.acceptance import coupled
 from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch, Draft, Logits
-from lossless import DEMO, PLAIN, PROMPTS, VOCABULARY, run_once, side_branches
+from lossless import DEMO, PLAIN, PROMPTS, VOCABULARY, paths, run_once, side_branches
 from table_engine import TableEngine
 
 TEXT = np.array([0, 1, 2, 3], np.int32)
@@ -73,14 +74,9 @@ def test_siblings_are_the_next_of_the_race_that_the_target_runs(target: TableEng
     sampling, small = replace(PLAIN, seed=2), target.related(sigma=1.0)
     draft = TreeDrafter(ModelDrafter(small)).draft(request(24, sampling=sampling))
     sampler = Sampler(sampling, VOCABULARY)
-    for node in range(-1, draft.num_tokens):
-        path, at = [], node
-        while at >= 0:
-            path, at = [int(draft.token_ids[at]), *path], int(draft.parents[at])
+    for path, children in paths(draft):
         law = sampler.distribution(small.row([*TEXT, *path]), TEXT)
-        arrived = sampler.ranked(law, TEXT.size + len(path))[0].token_ids
-        children = draft.token_ids[draft.children_of(node)]
-        assert children.tolist() == arrived[: children.size].tolist()
+        assert children == sampler.ranked(law, TEXT.size + len(path))[0].token_ids[: len(children)].tolist()
 
 
 def test_a_node_comes_in_only_if_its_path_pays_for_its_row(target: TableEngine) -> None:
@@ -90,10 +86,7 @@ def test_a_node_comes_in_only_if_its_path_pays_for_its_row(target: TableEngine) 
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) > 3
     draft = tree_drafter(target).draft(request(40, row_cost=0.2))
-    worth: list[float] = []
-    for parent, confidence in zip(draft.parents.tolist(), draft.confidences.tolist(), strict=True):
-        worth.append(confidence * (worth[parent] if parent >= 0 else 1.0))
-    assert min(worth) > 0.2
+    assert min(path_products(draft, draft.confidences.tolist())) > 0.2
 
 
 def test_nothing_follows_an_end_token() -> None:

@@ -118,7 +118,7 @@ def test_doctor_lists_the_device(gpu):
 
 
 def test_what_is_measured_belongs_to_a_placement(target_path, gpu):
-    from edgespec.control.costs import cost_key
+    from edgespec.control.pool import cost_key
 
     keys = set()
     for options in ({}, {"gpu_layers": 3}, {"gpu_layers": -1}):

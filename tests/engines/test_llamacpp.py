@@ -119,11 +119,6 @@ def test_where_a_gpu_is_full_the_advice_is_to_place_fewer_layers(tiny_path, monk
     assert ("-ngl auto" in str(caught.value)) == bool(gpu_layers)
 
 
-def test_a_device_that_is_not_there_is_named_with_those_that_are(tiny_path):
-    with pytest.raises(CapabilityError, match=r"no device 'Vulkan77'.* sees: .*CPU"):
-        load(tiny_path, gpu_layers=-1, devices=("Vulkan77",))
-
-
 def test_tensors_go_where_their_names_say(tiny_path):
     lines: list[str] = []
     with listening(lines.append), load(tiny_path, overrides=((r"blk\.1\.ffn_(up|down)", "CPU"),)) as engine:
@@ -134,6 +129,8 @@ def test_tensors_go_where_their_names_say(tiny_path):
         np.testing.assert_array_equal(found, chain(engine, [1, 2, 3]))
     with pytest.raises(CapabilityError, match=r"no device 'Vulkan77'.* sees: .*CPU"):
         overriding((("exps", "CPU"), ("blk", "Vulkan77")))
+    with pytest.raises(CapabilityError, match=r"no device 'Vulkan77'.* sees: .*CPU"):
+        load(tiny_path, gpu_layers=-1, devices=("Vulkan77",))
     with pytest.raises(ConfigError, match="no layer is on a GPU: give their number"):
         load(tiny_path, overrides=(("blk", "Vulkan77"),))
     with pytest.raises(ConfigError, match="knows no such expressions"):
@@ -398,17 +395,14 @@ def test_control_tokens_are_parsed_only_when_asked(tiny_path):
         assert vocabulary.encode("b", add_bos=True) == [end, *vocabulary.encode("b")]
 
 
-def test_an_id_out_of_range_never_reaches_the_library(tiny_path):
+def test_an_id_out_of_range_and_text_that_is_no_unicode_never_reach_the_library(tiny_path):
     with VocabularyFile(tiny_path) as vocabulary:
+        with pytest.raises(PromptError, match="surrogate"):
+            vocabulary.encode("a\ud800b")
         for token_id in (-1, vocabulary.size, 1 << 40):
             for call in (vocabulary.token_bytes, vocabulary.token_name):
                 with pytest.raises(UsageError, match="outside the vocabulary"):
                     call(token_id)
-
-
-def test_text_that_is_no_unicode_is_refused(tiny_path):
-    with VocabularyFile(tiny_path) as vocabulary, pytest.raises(PromptError, match="surrogate"):
-        vocabulary.encode("a\ud800b")
 
 
 @pytest.mark.parametrize("splitter", ["gpt-2", "gpt-4o", "default", "falcon"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import edgespec
-from demo import TEST_THREADS
+from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx import OnnxEngine
@@ -20,7 +20,6 @@ from edgespec.engines.onnx.source import open_source
 from edgespec.errors import CapabilityError
 from edgespec.types import Batch, Logits
 from half import as_for_cuda
-from plain_demo import plain_demo
 from tiny_graphs import CASES, difference, graph, logits, tiny_files
 
 HALF = 0.01  # of the logits' standard deviation: float16 keeps 11 bits, over the layers of a small model
@@ -29,8 +28,8 @@ IDS = np.random.default_rng(0).integers(0, 4000, 60).astype(np.int32)
 
 
 @pytest.fixture(scope="module")
-def plain_path(onnx_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return plain_demo(onnx_path.parent, tmp_path_factory.mktemp("plain") / "target")
+def plain_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return graph(DEMO / "hf" / "target", tmp_path_factory.mktemp("plain") / "target")
 
 
 def load(path: Path, **options: object) -> OnnxEngine:

@@ -212,6 +212,7 @@ async def test_a_client_that_leaves_while_it_waits_keeps_no_model_out(host: Host
     leaving = [Client(host.app, model=ONNX, stream=is_stream) for is_stream in (True, False)]
     leaving.append(Client(host.app, "/tokenize", messages=None, max_tokens=None, content="hi", model=ONNX))
     await reached(lambda: host[ONNX].service.residence.num_waiting == 3)
+    await reached(lambda: not host[GGUF].service.residence.is_open)
     held = Client(host.app, model=GGUF, max_tokens=4)
     await reached(lambda: host[GGUF].service.residence.num_waiting == 1)
     for client in leaving:

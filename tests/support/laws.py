@@ -1,16 +1,11 @@
-"""Joint laws of sampled text by chi-square, short in the suite and long by hand.
-
-    PYTHONPATH=. python tests/support/laws.py [NUM_TOKENS [RULE [DRAFTER]]]
-
-Counts (two tokens before, token) of texts of the table engine against the table's own probabilities, for every drafter
-under every lossless rule. Prints standard normal scores; exit code 1 when one is above 4.75.
+"""Joint laws of sampled text by chi-square: (two tokens before, token) in texts of the table engine, of every drafter
+under every lossless rule, against the table's own probabilities.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -96,7 +91,6 @@ MAKERS: dict[str, Callable[[TableEngine], Drafter]] = {
     "kept answers": remembering,
     "lookahead": lambda target: LookaheadDrafter(ngram=3),
 }
-CELLS = list(itertools.product(("rejection", "block", "coupled"), MAKERS))
 
 
 def averaged(target: TableEngine) -> TableEngine:
@@ -142,18 +136,3 @@ def chi_square_score(counts: np.ndarray, expected: np.ndarray, freedom: int) -> 
     statistic = float(((counts - expected) ** 2 / expected).sum())
     root = math.cbrt(statistic / freedom)
     return (root - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
-
-
-def main() -> int:
-    num_tokens = int(sys.argv[1]) if len(sys.argv) > 1 else 200_000
-    worst = 0.0
-    for rule, drafter_name in CELLS:
-        if (rule, drafter_name)[: len(sys.argv[2:])] == tuple(sys.argv[2:]):
-            score = law_score(rule, drafter_name, num_tokens)
-            worst = max(worst, score)
-            print(f"{rule:9} {drafter_name:17} {score:6.2f} of {num_tokens} tokens", flush=True)
-    return int(worst > ALPHA_1E6)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

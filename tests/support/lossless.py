@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -134,3 +134,14 @@ def score_of_pairs(target: TableEngine, drafter: Drafter, rule: str) -> tuple[fl
 
 def side_branches(draft: Draft) -> int:
     return sum(node not in draft.parents for node in range(draft.num_tokens)) - 1
+
+
+def paths(draft: Draft) -> Iterator[tuple[list[int], list[int]]]:
+    """(tokens of the path to a node, tokens of its children in order) of all nodes with children."""
+    for node in range(-1, draft.num_tokens):
+        path, at = list[int](), node
+        while at >= 0:
+            path, at = [int(draft.token_ids[at]), *path], int(draft.parents[at])
+        children = draft.token_ids[draft.children_of(node)].tolist()
+        if children:
+            yield path, children

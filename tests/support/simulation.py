@@ -8,7 +8,7 @@ at which it is wrong. `simulate` is decode.speculative without models, driving t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import numpy as np
 from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING, Controller, FixedLength, Proposal
+from edgespec.control.constants import FORMER_PASSES, KNOWN_AFTER, MOST_ROW
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost
 from edgespec.control.prices import RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
@@ -64,6 +65,20 @@ class Clock:
         return self.now_s
 
 
+def known_curve(measured: Mapping[int, float]) -> CostCurve:
+    """One that knows the times of passes of some widths: straight lines between them, the last slope beyond."""
+    measured = dict(sorted(measured.items()))
+    (*widths, last), (*_, before_s, last_s) = measured, (0.0, *measured.values())
+    slope = (last_s - before_s) / (last - (widths[-1] if widths else 0))
+    every = np.arange(WIDEST + 1)
+    seconds = np.interp(every, list(measured), list(measured.values())) + slope * np.maximum(every - last, 0)
+    rows = np.clip((seconds / seconds[1] - 1.0) / np.maximum(every - 1, 1), 0.0, MOST_ROW).tolist()
+    passes = [FORMER_PASSES] * (WIDEST + 1)
+    found = CostCurve.from_json({"plain": float(seconds[1]), "rows": rows, "passes": passes, "seen": KNOWN_AFTER})
+    assert found is not None
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class ContextCost:
     """Plain passes that each cached token adds to a pass: `fixed` whatever its width, `row` for every row."""
@@ -105,7 +120,7 @@ class Machine:
 
     def curve(self, error: float = 0.0) -> CostCurve:
         """What a measurement says of this machine; wrong by `error` as a logarithm, the same everywhere."""
-        return CostCurve({width: ratio * self.plain_s * math.exp(error) for width, ratio in self.ratios.items()})
+        return known_curve({width: ratio * self.plain_s * math.exp(error) for width, ratio in self.ratios.items()})
 
     def seconds(self, width: int, now_s: float) -> float:
         return (self._curve.at(width) + self.plain_s * self.context.at(width, self.context_tokens)) * self.factor(now_s)

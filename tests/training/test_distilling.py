@@ -60,7 +60,7 @@ def test_the_command_makes_a_draft_that_learnt(tiny: Path, tmp_path: Path, capsy
     student = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
     assert (student.config.hidden_size, student.config.num_hidden_layers) == (32, 1)
     assert (tmp_path / "draft" / "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
-    assert "| 3 |" in (tmp_path / "draft" / "README.md").read_text()
+    assert "(round " in (tmp_path / "draft" / "README.md").read_text()
     assert script.main(command) == 2
     assert "already exists" in capsys.readouterr().err
 
@@ -76,7 +76,7 @@ def test_a_run_that_was_stopped_gives_the_weights_of_one_that_was_not(target: Ta
                     raise KeyboardInterrupt
 
             try:
-                distill(Plan(**SMALL), target, documents, tmp_path / name, "f32", say)
+                distill(Plan(**SMALL), target, documents, tmp_path / name, say)
             except KeyboardInterrupt:
                 assert not (tmp_path / name).exists()
         weights.append((tmp_path / name / "model.safetensors").read_bytes())

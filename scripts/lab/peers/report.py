@@ -94,18 +94,17 @@ class Journal:
             self.failed.pop((cell, entry.name), None)
         elif what == "tuned":
             self.tuned[record["key"]] = record
-            for cell, name in [each for each in self.failed if tuned_key(*each) == record["key"]]:
-                del self.failed[cell, name]  # an earlier run could not
+            again = {each: why for each, why in self.failed.items() if tuned_key(*each) != record["key"]}
+            self.failed = again  # an earlier run could not
         elif what == "failed":
             self.failed[Cell(*record["cell"]), record["name"]] = record["reason"]
         elif what == "trial":
             self.trials.setdefault(record["key"], []).append(record["trial"])
-        elif what == "model":
-            self.models[record["name"]] = record["files"]
         elif what == "command":
             self.commands.append(record["text"])
         else:
-            self.titles[record["name"]] = record["title"]
+            value = record["files" if what == "model" else "title"]
+            (self.models if what == "model" else self.titles)[record["name"]] = value
 
     @property
     def cells(self) -> list[Cell]:
@@ -120,18 +119,34 @@ class Journal:
 class Row:
     """One contestant of a cell. Ratios are of time, above 1 is faster, by prompt (or prompts asked at once).
 
-    `over_base`: over the fastest plain decoding of the other runtimes; `over_own`: over its own runtime's. `same_text`:
-    prompts with the text of its own plain decoding, of `compared`.
+    `by_kind`: over the fastest plain decoding of the other runtimes, by kind of prompt; `over_own`: over its own
+    runtime's. `same_text`: prompts with the text of its own plain decoding, of `compared`.
     """
 
     name: str
-    over_base: list[float]
+    entries: list[Entry]
+    by_kind: dict[str, list[float]]
     over_own: list[float]
-    tokens_per_second: float
     same_text: int
     compared: int
-    peak_bytes: int | None
-    by_kind: dict[str, list[float]]
+
+    @property
+    def over_base(self) -> list[float]:
+        return [each for found in self.by_kind.values() for each in found]
+
+    def cells(self, settings: Mapping[str, Any]) -> list[str]:
+        """Of the report's table."""
+        chosen = ", ".join(
+            f"{key} {value}" for key, value in settings.items() if key != "setting" and value is not None
+        )
+        rate = sum(entry.tokens for entry in self.entries) / max(sum(entry.seconds for entry in self.entries), 1e-9)
+        peak = max((entry.peak_bytes for entry in self.entries if entry.peak_bytes is not None), default=None)
+        own = ["", ""]
+        if not self.name.removesuffix(AGAIN).endswith(" plain"):
+            own = [with_error(self.over_own), f"{self.same_text} of {self.compared}"]
+        worst = f"{min(self.over_base):.2f}" if self.over_base else ""
+        found = [self.name, f"{len(self.over_base)}", with_error(self.over_base), worst, own[0], f"{rate:.1f}", own[1]]
+        return [*found, "" if peak is None else f"{peak / 1e6:.0f}", chosen]
 
 
 def ratio(entry: Entry, bases: Sequence[Entry]) -> float | None:
@@ -174,32 +189,17 @@ def _fastest(asked: Mapping[str, Mapping[str, Entry]]) -> str:
 
 
 def _row(name: str, asked: Mapping[str, Mapping[str, Entry]], base: str) -> Row:
-    mine = asked[name]
-    runtime = name.split(" ", 1)[0]
-    own = asked.get(f"{runtime} plain", {})
+    mine, own = asked[name], asked.get(f"{name.split(' ', 1)[0]} plain", {})
     by_kind: dict[str, list[float]] = {}
     for key, entry in mine.items():
         bases = [asked[each][key] for each in (base, base + AGAIN) if key in asked.get(each, {}) and each != name]
-        if name == base:
-            bases = [entry]
-        if name == base + AGAIN:
-            bases = bases[:1]
-        found = ratio(entry, bases) if bases else None
-        if found is not None:
+        bases = [entry] if name == base else bases[:1] if name == base + AGAIN else bases
+        if bases and (found := ratio(entry, bases)) is not None:
             by_kind.setdefault(entry.kind, []).append(found)
     compared = [(entry, own[key]) for key, entry in mine.items() if key in own]
-    over_own = [ratio(entry, [plain]) for entry, plain in compared]
-    peaks = [entry.peak_bytes for entry in mine.values() if entry.peak_bytes is not None]
-    return Row(
-        name=name,
-        over_base=[each for found in by_kind.values() for each in found],
-        over_own=[each for each in over_own if each is not None],
-        tokens_per_second=sum(e.tokens for e in mine.values()) / max(sum(e.seconds for e in mine.values()), 1e-9),
-        same_text=sum(entry.texts == plain.texts for entry, plain in compared),
-        compared=len(compared),
-        peak_bytes=max(peaks, default=None),
-        by_kind=by_kind,
-    )
+    over_own = [each for entry, plain in compared if (each := ratio(entry, [plain])) is not None]
+    same_text = sum(entry.texts == plain.texts for entry, plain in compared)
+    return Row(name, [*mine.values()], by_kind, over_own, same_text, len(compared))
 
 
 # -- Text
@@ -215,22 +215,17 @@ def markdown(journal: Journal) -> str:
     return "\n".join([*lines, "", "```sh", *dict.fromkeys(journal.commands), "```"]) + "\n"
 
 
+HEAD = "| | prompts | over {} | worst | over its own plain | tokens/s | same text | peak MB | settings |"
+
+
 def _section(cell: Cell, journal: Journal) -> list[str]:
     base, rows = rows_of(cell, journal)
     clients = "one client" if cell.clients == 1 else f"{cell.clients} clients at once"
-    lines = [f"## {cell.model}, {cell.prompts}, temperature {cell.temperature:g}, {clients}", ""]
-    lines += [f"| | prompts | over {base} | worst | over its own plain | tokens/s | same text | peak MB | settings |"]
+    lines = [f"## {cell.model}, {cell.prompts}, temperature {cell.temperature:g}, {clients}", "", HEAD.format(base)]
     lines.append("|---" * 9 + "|")
     for row in rows:
         tuned = journal.tuned.get(tuned_key(cell, row.name.removesuffix(AGAIN)), {}).get("settings", {})
-        chosen = ", ".join(f"{key} {value}" for key, value in tuned.items() if key != "setting" and value is not None)
-        is_plain = row.name.removesuffix(AGAIN).endswith(" plain")
-        lines.append(
-            f"| {row.name} | {len(row.over_base)} | {with_error(row.over_base)} | {_worst(row.over_base)} | "
-            f"{'' if is_plain else with_error(row.over_own)} | {row.tokens_per_second:.1f} | "
-            f"{'' if is_plain else f'{row.same_text} of {row.compared}'} | "
-            f"{'' if row.peak_bytes is None else f'{row.peak_bytes / 1e6:.0f}'} | {chosen} |"
-        )
+        lines.append(f"| {' | '.join(row.cells(tuned))} |")
     lines += [f"- not in the table: {name}: {why}" for (where, name), why in journal.failed.items() if where == cell]
     kinds = sorted({kind for row in rows for kind in row.by_kind})
     if cell.clients == 1 and len(kinds) > 1:
@@ -252,7 +247,3 @@ def with_error(values: Sequence[float]) -> str:
     if not values:
         return ""
     return f"{mean(values):.2f}" + (f" +- {stdev(values) / len(values) ** 0.5:.2f}" if len(values) > 1 else "")
-
-
-def _worst(values: Sequence[float]) -> str:
-    return f"{min(values):.2f}" if values else ""

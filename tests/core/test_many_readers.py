@@ -1,4 +1,4 @@
-"""Threads hammer one model for seconds: no crash, no wrong text, right figures (a minute: scripts/lab/hammer.py)."""
+"""Threads ask one model at once: no crash, no wrong text, right figures (longer: check_reproducible.py)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 import edgespec
 from bench_table import table_model
 
-SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "lab" / "hammer.py"))
-Hammer, close_while_running = SCRIPT["Hammer"], SCRIPT["close_while_running"]
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "lab" / "check_reproducible.py"))
+Check, close_while_running = SCRIPT["Check"], SCRIPT["close_while_running"]
 
 
 def test_table_engines_under_load(tmp_path: Path) -> None:
     with table_model(tmp_path, drafter="model", draft_length=4) as model:
-        hammer = Hammer(model, ("abc", "cab" * 20, "a"), (4, 24, 60))
-        assert hammer.run(3.0, 6), hammer.wrong[:3]
-    assert hammer.counts["whole"] > 20 and hammer.counts["tokens compared"] > 1000
+        check = Check(model, ("abc", "cab" * 20, "a"), (4, 24, 60))
+        assert check.run(6, count=150), check.wrong[:3]
+    assert check.counts["whole"] > 20 and check.compared.total() > 1000
 
 
 @pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
@@ -28,7 +28,7 @@ def test_real_engines_under_load(engine: Any) -> None:
         pytest.importorskip("onnxruntime", reason="the ONNX engine needs onnxruntime")
     options: dict[str, Any] = {"engine": engine, "threads": 1, "reproducible": True, "draft_length": 4}
     with edgespec.load("demo", drafter="model", **options) as model:
-        hammer = Hammer(model, lengths=(4, 24))
-        assert hammer.run(4.0, 5), hammer.wrong[:3]
-    assert hammer.counts["whole"] > 3
+        check = Check(model, lengths=(4, 24))
+        assert check.run(5, count=40), check.wrong[:3]
+    assert check.counts["whole"] > 3
     close_while_running(lambda: edgespec.load("demo", drafter="model", **options))
