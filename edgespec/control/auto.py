@@ -184,7 +184,7 @@ class AutoController(Controller):
     def _consider(self, found: Round, name: str, request: DraftRequest) -> None:
         """What a paid drafter would have to read, and what it is expected to gain if it may be asked."""
         drafter, state, cost, prices = self.drafters[name], self._states[name], self.costs.draft(name), found.prices
-        allowed_s = state.allowed / prices.rate
+        allowed_s = state.spendable / prices.rate
         most_s = min(allowed_s, self.bank.balance_s)
         if drafter.reads_part:  # the rest is read where what it gains anyway pays for it
             most_s = min(most_s, state.gain * c.READING_ROUNDS / prices.rate)
@@ -315,14 +315,12 @@ class AutoController(Controller):
     def _learn_paid(self, paid: Offer, decided: Round, record: RoundRecord, rows_s: float) -> None:
         """A paid drafter's cost and gain, and what the round gained by it over the best free draft.
 
-        `rows_s`: seconds that the pass took longer than a plain one. A stall is not the drafter's. Without it there
-        would be plain rounds: at the running rate, which it has raised itself, a good one would use up its allowance.
+        `rows_s`: seconds that the pass took longer than a plain one. A stall is not the drafter's.
         """
         state, rate, best = self._states[paid.drafter], decided.prices.rate, decided.best
-        plain_rate = 1.0 / decided.prices.pass_s[1]
-        gained = -plain_rate * min(paid.seconds, (1.0 + c.LATE) * paid.expected_s)
+        gained = -rate * min(paid.seconds, (1.0 + c.LATE) * paid.expected_s)
         if record.drafter == paid.drafter:
-            gained += record.accepted_tokens - plain_rate * rows_s - (0.0 if best is None else best.gain)
+            gained += record.accepted_tokens - rate * rows_s - (0.0 if best is None else best.gain)
         if not record.is_disturbed:
             paid.cost.observe(paid.draft.num_tokens, paid.num_uncached, paid.seconds)
         net = paid.gain - rate * paid.cost.of(paid.draft.num_tokens, 0)

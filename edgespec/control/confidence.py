@@ -130,6 +130,16 @@ class DrafterState:
         """So many more tokens may be lost, or fewer."""
         self.allowed = min(max(self.allowed + tokens, 0.0), c.MOST_TRIAL_TOKENS)
 
+    @property
+    def spendable(self) -> float:
+        """Tokens that asking it may cost now: what it may lose, or half of what the next rounds gain if all goes on so.
+
+        Else reading what it missed while lookups were better would keep a good drafter away for long.
+        """
+        is_known = self.times_asked >= c.KNOWN_DRAFTS
+        expected = c.RISKED * c.READING_ROUNDS * self.gain if is_known else 0.0
+        return max(self.allowed, min(expected, c.MOST_TRIAL_TOKENS))
+
     def asked(self, gain: float | None) -> None:
         """A paid drafter was asked: its draft is expected to gain `gain` tokens.
 
