@@ -123,7 +123,7 @@ def test_an_explanation_has_expected_and_measured_speed(pair, prompts):
         (["--domain", "dialog"], "did you mean 'dialogue'"),
         (["--sweep", "--plot", "x.png"], "leave --sweep and --explain out"),
         (["--repeat", "0"], "0 is not in the range"),
-        (["--temp", "-1"], "temperature"),
+        (["--temp", "-1"], "--temp"),
         (["--repaet", "2"], "did you mean '--repeat'"),
     ],
 )

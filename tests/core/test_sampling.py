@@ -138,7 +138,7 @@ def test_a_penalty_window_of_minus_one_is_the_whole_context() -> None:
         for window in (64, -1)
     ]
     assert [found.token_ids.tolist() for found in chosen] == [[0], [1]]
-    with pytest.raises(SamplingError, match="from -1 to"):
+    with pytest.raises(SamplingError, match="at least -1"):
         Sampling(penalty_window=-2)
 
 
