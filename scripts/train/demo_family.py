@@ -47,10 +47,7 @@ HELD_OUT_DOCUMENTS = 60  # per domain, scored while the target learns
 CONTEXT_LENGTH = 2048  # the longest window of the training schedule
 LICENCE = "CC-BY-SA-4.0"
 RECOMMENDED = {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-DESCRIPTION = (
-    "A demonstration family trained from scratch on task dialogues with tool calls, Python functions and arithmetic "
-    "word problems: it shows how speculative decoding works and invents names, numbers and facts"
-)
+DESCRIPTION = "Shows how drafting works; invents names, numbers and facts (trained on dialogues, Python, sums)"
 BANNER = "demo is an 8M-parameter demonstration model: it invents names, numbers and facts"
 MEASURED_PROMPTS, MEASURED_TOKENS = 32, 96  # per domain; after each prompt
 
