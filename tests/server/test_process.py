@@ -307,18 +307,18 @@ def test_its_memory_goes_back_to_the_system_each_time(private_home: Path):
     with served(private_home, *options) as process:
         url = read_line(process)["url"]
         texts, used = [], []
-        for _ in range(4):
+        for _ in range(6):
             texts.append(text_of(url))
             used.append(resident_bytes(process))
             until(lambda: resident_bytes(process) < used[-1] - (8 << 20), 20, process)
             assert not is_loaded(url)
         assert len(set(texts)) == 1
-        assert used[-1] < used[0] + (8 << 20), used
+        assert used[-1] < used[2] + (8 << 20), used  # the first loads find room that others have left
         process.send_signal(signal.SIGTERM)  # while nothing is loaded
         assert process.wait(ENDS_WITHIN_S) == 0
         log = errors_of(process)
-        assert log.count("note: answer: ") == 4  # from the engine's thread
-        assert log.count("is unloaded") == log.count("is loaded, which took") >= 4 and "Traceback" not in log
+        assert log.count("note: answer: ") == 6  # from the engine's thread
+        assert log.count("is unloaded") == log.count("is loaded, which took") >= 6 and "Traceback" not in log
 
 
 def test_what_was_learnt_of_costs_is_kept(tmp_path: Path):
