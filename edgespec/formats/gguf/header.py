@@ -313,7 +313,7 @@ class _HeaderReader:
     def _require(self, end: int) -> None:
         """Have the bytes before `end` in memory."""
         if end > self._size:
-            raise self._wrong(f"it is cut short, or its header is damaged at byte {self._at} of {self._size}. Download it again")
+            raise self._wrong(f"it is cut short, or damaged at byte {self._at} of {self._size}. Download it again")
         if end > MAX_HEADER_BYTES:
             raise self._wrong(f"its header is longer than {MAX_HEADER_BYTES} bytes")
         while len(self._data) < end:
