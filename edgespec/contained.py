@@ -94,7 +94,8 @@ class Child(Closing):
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         with self._words as words:
-            with process, contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+            # Around the process: what could not be written to one that is gone fails again when its pipe is closed.
+            with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError), process:
                 self._answers.put(pickle.load(process.stdout))
                 while (order := self._orders.get()) is not None:
                     process.stdin.write(order)

@@ -11,7 +11,7 @@ from operator import truediv
 
 import pytest
 
-from edgespec.contained import Containment, Overrun, Unwanted, is_wanted
+from edgespec.contained import Child, ChildEnded, Containment, Overrun, Unwanted, is_wanted
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,16 @@ def test_whatever_ends_a_child_costs_one_call(children: Containment) -> None:
     with pytest.raises(Overrun, match="512 MiB of memory"):
         children.run(bytes, 4 << 30)
     assert children.run(len, "abc") == 3
+
+
+def test_a_child_that_died_while_it_had_nothing_to_do_is_told() -> None:
+    """What it is sent cannot be written: that must end the thread that waits for it, and not be lost with it."""
+    with Child("math") as child:
+        assert child.call(abs, -1) == 1
+        child._process.kill()
+        child._process.wait()
+        with pytest.raises(ChildEnded):
+            child.call(abs, -2, limit_s=60)
 
 
 def test_what_nobody_wants_ends(children: Containment) -> None:
