@@ -19,6 +19,7 @@ from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.installation import install_command
 from edgespec.runtime import Model
+from shared_passes import shared_model
 
 OPTIONS = GenerateOptions(max_tokens=24)
 SAMPLING = Sampling(temperature=0.0)
@@ -113,10 +114,11 @@ def test_different_tokens_are_reported(model):
     assert "texts: DIFFERENT from plain decoding, 2 of 3 prompts" in list(table_lines(found))
 
 
-def test_flat_pass_costs_give_a_speedup(tmp_path):
+def test_flat_pass_costs_give_a_speedup(tmp_path, monkeypatch):
     """Passes that cost the same at any width: speculation must gain, whoever decides."""
     prompts = [BenchPrompt("letters", "abcdef"[i:] + "abc") for i in range(5)]
-    with table_model(tmp_path, pass_s=0.004) as model:
+    model, _ = shared_model(tmp_path, monkeypatch, {1: 1.0, 96: 1.0}, sigma=0.5, count=1)
+    with model:
         options = GenerateOptions(max_tokens=48)
         found = report(model, list(Runner(model, options).run(tasks(model, 1, prompts))))
     assert found["total"]["verdict"] == "gains"

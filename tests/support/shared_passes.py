@@ -52,7 +52,7 @@ def shared_model(
     """A model for `count` answers at once with a draft that resembles it the less the larger `sigma` is."""
     clock, path = Clock(), folder / "table.gguf"
     path.write_text(f"{ratios} {sigma}")
-    for module in ("generation.run_state", "generation.batching", "control.threads"):
+    for module in ("generation.run_state", "generation.batching", "generation.decode", "control.threads"):
         patch.setattr(f"edgespec.{module}.perf_counter", clock)
     made = Costly.random(60, spread=3.0, context_length=600, max_batch=96, max_sequences=count)
     draft = made.related(sigma=sigma).costing(clock, ratios, DRAFT_SHARE * PASS_S, 10_000_000)
