@@ -73,6 +73,17 @@ def test_logits_are_those_of_llama_cpp(hybrid: Path, engine: HybridEngine) -> No
     assert np.abs(chained(engine, ids) - wanted).max() < 5e-3 * wanted.std()
 
 
+@pytest.mark.parametrize("write", [write_qwen35, write_lfm2, write_granite])
+def test_with_weights_of_4_bits_logits_are_near_those_of_llama_cpp(write: Callable[..., Path], tmp_path: Path) -> None:
+    """Both round activations, each in its way."""
+    if not has_engine("llamacpp"):
+        pytest.skip("compares with llama.cpp, which is not installed")
+    path = write(tmp_path / "four.gguf", HybridShape(weights=gguf.GGMLQuantizationType.Q4_0))
+    with opened(path) as ours, LlamaCppEngine.load(path, context_length=400, threads=1) as theirs:
+        found, wanted = chained(ours, ids_of(100)), theirs.forward(Batch.chain(ids_of(100))).copy()
+    assert np.sqrt(np.square(found - wanted).mean()) < 0.04 * wanted.std()
+
+
 @pytest.mark.parametrize("kind", ["qwen35", "qwen35moe", "lfm2", "lfm2moe", "granitehybrid", "granitehybridmoe"])
 def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="this comparison needs torch: scripts/run.py install export")

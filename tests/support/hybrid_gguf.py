@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -247,8 +248,9 @@ def _finish(
     further = {name: values.shape for name, values in given.items() if name not in extents}
     sizes = {"token_embd.weight": (tokens, shape.width), **extents, **further}
     drawn = {name: given.get(name, _values(rng, name, size)) for name, size in sizes.items()}
-    kind = gguf.GGMLQuantizationType.F32
-    return finish(writer, path, drawn, kind=lambda name: kind if "conv" in name else shape.weights)
+    kept = re.compile(r"conv|norm|ssm_[ad]\b")  # as floats; of Granite vectors are matrices
+    floats = gguf.GGMLQuantizationType.F32
+    return finish(writer, path, drawn, kind=lambda name: floats if kept.search(name) else shape.weights)
 
 
 def _values(rng: np.random.Generator, name: str, size: tuple[int, ...]) -> NDArray[np.float32]:
