@@ -249,13 +249,12 @@ class _GraniteHybrid(_HybridReader):
         experts = int(self._number("expert_count", 0))
         if experts:
             inner = self._size("expert_shared_feed_forward_length")
-            self._feed_forward = {
-                **EXPERTS,
-                **{name: row for name, row in SHARED_EXPERT.items() if "shared" not in name},
-            }
+            shared = {name: row for name, row in SHARED_EXPERT.items() if name != "mlp.shared_gate.weight"}
+            self._feed_forward = {**EXPERTS, **shared}
         taps, values, state, value_heads, groups = (self._size(key) for key in STATE_KEYS)
-        if groups != 1 or values % value_heads:
-            raise self._wrong(f"its {value_heads} heads of {values} values have {groups} groups; one is needed")
+        if groups != 1 or values % (16 * value_heads) or state % 16:
+            told = f"{value_heads} heads, {values} values and {state} numbers of a key in {groups} groups"
+            raise self._wrong(f"it has {told}; the kernels have one group, and heads of sizes that 16 divides")
         others = {"taps": taps, "key_heads": 1, "heads": value_heads, "state": state, "values": values}
         channels = values + 2 * state
         others |= {"value": values // value_heads, "channels": channels, "inputs": values + channels + value_heads}
@@ -275,13 +274,8 @@ class _GraniteHybrid(_HybridReader):
         found, numbers = super()._tensors(sizes), sizes.others
         for layer in self._recurrent:
             whole, at = found.pop(f"model.layers.{layer}.mamba.in_proj.weight"), 0
-            counts = {
-                "z": numbers["values"],
-                "x": numbers["values"],
-                "bc": 2 * numbers["state"],
-                "dt": numbers["heads"],
-            }
-            for part, count in counts.items():
+            sizes_of = numbers["values"], numbers["values"], 2 * numbers["state"], numbers["heads"]
+            for part, count in zip(("z", "x", "bc", "dt"), sizes_of, strict=True):
                 found[f"model.layers.{layer}.mamba.in_proj_{part}.weight"] = _some_rows(whole, at, count)
                 at += count
         return found
