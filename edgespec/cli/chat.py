@@ -125,8 +125,7 @@ def settings_with_model(given: Mapping[str, Any], model_name: str | None, config
     """As `resolve_settings`, with a model chosen where none is named."""
     settings = resolve_settings(given, model_name, config_file)
     if (name := first_model(settings)) is not None:
-        settings = resolve_settings(given, name, config_file)
-        settings = Settings(settings.values, {**settings.sources, "model": CHOSEN_HERE})
+        settings = settings.above({"model": name}, CHOSEN_HERE)
     return settings
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from edgespec.chat.conversation import Conversation, fit_context
-from edgespec.cli.session import Session
+from edgespec.cli.session import HERE, Session
 from edgespec.cli.terminal import counted, detail, note, reply
 from edgespec.config.values import RANDOM_SEED
 from edgespec.errors import EdgespecError, StateError
@@ -47,9 +47,9 @@ class Chat:
             return
         seed = self.session.seed + 1
         seed = seed if seed < 1 << 64 and seed != RANDOM_SEED else 0
-        sampling = dataclasses.replace(self.session.sampling, seed=seed)
-        self.session.sampling = sampling
-        reply("temperature 0: the answer will be the same" if sampling.temperature == 0 else f"seed {sampling.seed}")
+        self.session.settings = self.session.settings.above({"seed": seed}, HERE)
+        is_greedy = self.session.sampling.temperature == 0
+        reply("temperature 0: the answer will be the same" if is_greedy else f"seed {seed}")
         self._answer(before)
 
     def go_on(self) -> None:

@@ -245,8 +245,8 @@ class Served:
             session = open_session(settings, remembers=True, parallel=self.parallel)
             if self.memory is not None:
                 self.memory.keep(session.model)
-            session.sampling = self._seeded(session.sampling)
-            self.service.use(session.model, session.sampling, session.options, session.shown.reasoning_format)
+            sampling = self._seeded(session.sampling)
+            self.service.use(session.model, sampling, session.options, session.shown.reasoning_format)
             if not self.has_begun:
                 show_beginning(session)
             self.has_begun = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgespec.chat.reasoning import Reasoning, before_structure
@@ -33,22 +33,49 @@ from edgespec.platform.files import exists
 from edgespec.reports import Stats
 from edgespec.runtime import Model, load
 
+HERE = "this chat"  # where a setting comes from that was changed after loading
+# Settings of `load` that a generation can override as well.
+CHANGEABLE_LATER = ("drafter", "draft_length", "verify")
+
 
 @dataclass(slots=True)
 class Session:
-    """A loaded model and how it is being used; the options may be replaced between two generations."""
+    """A loaded model and the settings of its answers, which may be replaced between two of them."""
 
     model: Model
     settings: Settings
-    sampling: Sampling
-    options: GenerateOptions
-    shown: SessionOptions
     seen_notes: set[str] = field(default_factory=set)  # notes of answers that were shown
+
+    @property
+    def sampling(self) -> Sampling:
+        return sampling_of(self.settings)
+
+    @property
+    def options(self) -> GenerateOptions:
+        later = {name: self.settings.values[name] for name in _changed_later(self.settings)}
+        return GenerateOptions(**self.settings.part("generate"), **later)
+
+    @property
+    def shown(self) -> SessionOptions:
+        return SessionOptions(**self.settings.part("session"))
 
     @property
     def seed(self) -> int:
         """The seed of the next answer; `open_session` chose one where none was given."""
-        return self.sampling.seed or 0
+        return int(self.settings.values["seed"])
+
+    def use(self, settings: Settings) -> None:
+        """Other settings from the next answer on.
+
+        Raises SamplingError, ConfigError for a value out of range, a bad schema or reasoning that has no switch,
+        CapabilityError for a drafter that this model does not have.
+        """
+        changed = replace(self, settings=settings)
+        if changed.sampling and changed.shown.thinking is not None:
+            self.require_switch()
+        for check in (self.model.check_drafter, self.model.check_structure):  # here, and not at the next message
+            check(changed.options)
+        self.settings = settings
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation. Raises as `encode_chat`."""
@@ -97,6 +124,16 @@ class Session:
                 reply(line)
 
 
+def completed(settings: Settings, model: Model, seed: int | None) -> Settings:
+    """`settings` with what the model recommends, and with a `seed` where none is given."""
+    settings = settings.below(model.pair.recommended, f"recommended for {model.pair.name}")
+    return settings.below({"seed": seed}, "chosen at random")
+
+
+def _changed_later(settings: Settings) -> list[str]:
+    return [name for name in CHANGEABLE_LATER if settings.sources.get(name) == HERE]
+
+
 def open_session(settings: Settings, *, remembers: bool = False, parallel: NumSequences = 1) -> Session:
     """Load what the settings name. Every option is checked before any file is opened.
 
@@ -109,12 +146,10 @@ def open_session(settings: Settings, *, remembers: bool = False, parallel: NumSe
     seed = sampling_of(settings).seed
     if settings.values.get("seed") == RANDOM_SEED:  # one for all answers, which is told
         settings = settings.without(("seed",))
-    options = GenerateOptions(**settings.part("generate"))
+    GenerateOptions(**settings.part("generate"))
     shown = SessionOptions(**settings.part("session"))
-    model = _load(settings, parallel)
-    settings = settings.below(model.pair.recommended, f"recommended for {model.pair.name}")
-    settings = settings.below({"seed": seed}, "chosen at random")
-    session = Session(model, settings, sampling_of(settings), options, shown)
+    model = _load(settings.without(_changed_later(settings)), parallel)
+    session = Session(model, completed(settings, model, seed))
     if shown.thinking is not None:
         try:
             session.require_switch()

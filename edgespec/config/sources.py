@@ -36,6 +36,10 @@ class Settings:
         known = {find(key, source).name: value for key, value in defaults.items()}
         return Settings({**known, **self.values}, {**dict.fromkeys(known, source), **self.sources})
 
+    def above(self, values: Mapping[str, Any], source: str) -> Settings:
+        """These settings with other `values` for some of them."""
+        return Settings({**self.values, **values}, {**self.sources, **dict.fromkeys(values, source)})
+
     def without(self, names: Iterable[str]) -> Settings:
         """These settings as if nobody had given those of `names`."""
         left_out = set(names)

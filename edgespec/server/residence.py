@@ -371,9 +371,7 @@ class SharedMemory:
     def share(self, settings: Settings) -> Settings:
         """`settings` with what is left in place of the whole budget."""
         left = self.left_bytes
-        if left is None:
-            return settings
-        return Settings({**settings.values, "memory": max(left, 1)}, settings.sources)
+        return settings if left is None else settings.above({"memory": max(left, 1)}, "this server")
 
     def keep(self, model: Model) -> None:
         """Hold `model` to the budget of all, of which it was told its share only."""
