@@ -144,7 +144,7 @@ def _print_json(session: Session, prompt_ids: list[int], logprobs: int | None) -
     answer, code = _asked(session, prompt_ids, options), 0
     with stops(answer.cancel) as interruption:
         show_beginning(session)
-        if not interruption.happened:
+        if not interruption.is_set():
             result = answer.result()
             session.show_notes(result.stats)
             found = result_object(session, result)
@@ -153,7 +153,7 @@ def _print_json(session: Session, prompt_ids: list[int], logprobs: int | None) -
                 found["top_logprobs"] = result.top_logprobs
             click.echo(json.dumps(found, allow_nan=False))
             code = _code_of(session, result.stats)
-    return INTERRUPTED if interruption.happened else code
+    return INTERRUPTED if interruption.is_set() else code
 
 
 def _code_of(session: Session, stats: Stats) -> int:

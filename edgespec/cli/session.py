@@ -71,10 +71,11 @@ class Session:
         CapabilityError for a drafter that this model does not have.
         """
         changed = replace(self, settings=settings)
-        if changed.sampling and changed.shown.thinking is not None:
+        _, options, shown = changed.sampling, changed.options, changed.shown
+        if shown.thinking is not None:
             self.require_switch()
         for check in (self.model.check_drafter, self.model.check_structure):  # here, and not at the next message
-            check(changed.options)
+            check(options)
         self.settings = settings
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:

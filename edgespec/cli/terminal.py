@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
@@ -218,25 +217,20 @@ def report_progress(text: str) -> bool:
 # -- Ctrl-C while an answer is being made: the first one ends the answer, a second one the program
 
 
-@dataclass(slots=True)
-class Interruption:
-    """`happened` turns true with the first Ctrl-C; the loop that prints events looks at it between two of them."""
-
-    happened: bool = False
-
-
 @contextmanager
-def stops(cancel: Callable[[], None]) -> Iterator[Interruption]:
-    """Within the block, Ctrl-C calls `cancel` instead of raising; a second one raises KeyboardInterrupt."""
-    interruption = Interruption()
+def stops(cancel: Callable[[], None]) -> Iterator[threading.Event]:
+    """Within the block, Ctrl-C calls `cancel` instead of raising, and sets the event, at which the block looks and does
+    not wait for it: the handler runs in its thread. A second one raises KeyboardInterrupt.
+    """
+    interruption = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield interruption
         return
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
-        if interruption.happened:
+        if interruption.is_set():
             raise KeyboardInterrupt
-        interruption.happened = True
+        interruption.set()
         cancel()
 
     previous = signal.signal(signal.SIGINT, on_interrupt)
