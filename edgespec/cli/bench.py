@@ -255,9 +255,11 @@ def _described(session: Session, divergence: Divergence) -> str:
 def _show_verified(report: dict[str, Any], drafted: Side) -> None:
     runs = report["comparisons"]
     different = sum(run["divergence"] is not None for run in runs)
-    said = f"DIFFERENT in {different} of {len(runs)} runs" if different else f"identical in {len(runs)} runs"
+    tokens, num = f"{report['num_tokens']} tokens", len(runs)
     accepted = _accepted(drafted.total("accepted_tokens"), drafted.total("drafted_tokens"))
-    click.echo(f"{said} with and without speculation, {report['num_tokens']} tokens, {accepted}")
+    same = f"identical with and without speculation: {tokens} in {num} runs, {accepted}"
+    other = f"DIFFERENT in {different} of {num} runs with and without speculation, {tokens}"
+    click.echo(other if different else same)
     length = report["draft_length"]
     drafts = "automatically" if length == "auto" else f"{length} tokens a step, whether they pay or not"
     note(

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgespec import __version__
-from edgespec.cli import FilePath, say
+from edgespec.cli import FilePath, files
 from edgespec.cli.main import INTERRUPTED
-from edgespec.cli.shell import files
 from edgespec.cli.terminal import note, waiting
 from edgespec.platform.files import exists, expanded, resolved
 
@@ -134,7 +133,7 @@ def _weights_of(source: str) -> str:
 
 
 def _print(request: ExportRequest, done: Exported) -> None:
-    from edgespec.cli.shell import run_command
+    from edgespec.cli import run_command
     from edgespec.export.room import human
     from edgespec.formats.manifest import read_pair
 
@@ -142,8 +141,8 @@ def _print(request: ExportRequest, done: Exported) -> None:
     for name, size in done.files.items():
         click.echo(f"  {name}  {human(size)}")
     for line in check_lines(done.figures):
-        say(line)
-    say(f"run it: {run_command(_as_path(done.folder), read_pair(done.folder).files['target'])}")
+        click.echo(line)
+    click.echo(f"run it: {run_command(_as_path(done.folder), read_pair(done.folder).files['target'])}")
 
 
 def _as_path(folder: Path) -> str:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import click
 
 from edgespec import __version__
-from edgespec.cli import as_typed, has_escapes, help_all_option, printable, shows_all, wrapped
+from edgespec.cli import as_typed, has_escapes, help_all_option, printable, shows_all
 from edgespec.errors import (
     CapabilityError,
     EdgespecError,
@@ -242,7 +242,7 @@ def _is_for_want_of_memory(exc: BaseException) -> bool:
 
 def _report(message: str, code: int) -> int:
     with contextlib.suppress(OSError):  # stderr is gone; the exit code remains
-        click.echo(wrapped(printable(f"error: {' '.join(message.split())}")), err=True)
+        click.echo(printable(f"error: {' '.join(message.split())}"), err=True)
     return code
 
 

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from edgespec.cli import FilePath, help_all_option, shows_all
-from edgespec.cli.shell import models
+from edgespec.cli import FilePath, help_all_option, models, shows_all
 from edgespec.cli.terminal import set_verbosity
 from edgespec.config.options import SETTINGS, Sampling
 from edgespec.config.sources import Settings, resolve

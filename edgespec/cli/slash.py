@@ -10,12 +10,19 @@ from typing import Any, NamedTuple
 from edgespec.chat.conversation import Conversation
 from edgespec.cli import aligned, printable
 from edgespec.cli.answer import readable
-from edgespec.cli.dialogue import Chat
 from edgespec.cli.models import card
 from edgespec.cli.options import show
-from edgespec.cli.session import CHANGEABLE_LATER, HERE, completed, open_session, require_chat_template, show_beginning
+from edgespec.cli.session import (
+    CHANGEABLE_LATER,
+    HERE,
+    Chat,
+    completed,
+    open_session,
+    require_chat_template,
+    show_beginning,
+)
 from edgespec.cli.stdin import file_text
-from edgespec.cli.terminal import configuration_line, counted, reply, stats_lines
+from edgespec.cli.terminal import configuration, counted, reply, stats_lines
 from edgespec.config.options import BY_KEY, OF_ONE_MODEL, SETTINGS, fresh_seed
 from edgespec.config.sources import Settings, find
 from edgespec.config.table import CALLED, Setting, did_you_mean
@@ -211,7 +218,7 @@ def _show(chat: Chat, argument: str) -> None:
     if argument in ("info", "license", "modelfile"):
         _table([*card(session.model.options, session.model.pair)])
         return
-    reply(configuration_line(session.model, session.sampling, session.options))
+    reply(configuration(session.model, session.sampling, session.options))
     present = [(setting, _present(chat, setting)) for setting in SETTINGS if setting.part != "serve"]
     sources = session.settings.sources
     _table([(s.key, _spelled(v), sources.get(s.name, "")) for s, v in present if v not in (None, ())])
