@@ -186,7 +186,7 @@ def served_models(settings: Sequence[Settings], own: dict[str, Any], options: Se
         served = Served(each, pair, service, parallel, memory)
         if found:  # the first is loaded at once
             served.check()
-        service.residence.begin(served)
+        service.begin(served)
         found.append(service)
     if memory is not None:
         memory.services = found

@@ -22,7 +22,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from edgespec import __version__
-from edgespec.server import chat, completions, embeddings, facts, messages, native, ollama, responses
+from edgespec.server import chat, completions, facts, messages, native, ollama, responses
 from edgespec.server.answer import Exchange
 from edgespec.server.chat import Chat
 from edgespec.server.completions import Completion
@@ -172,7 +172,7 @@ ENDPOINTS: dict[str, Endpoint] = {
     "/v1/responses": _RESPONSES,
     "/v1/messages": Endpoint(messages.MessagesRequest, messages.read_messages, messages.MessagesExchange),
     "/v1/messages/count_tokens": Endpoint(messages.CountRequest, messages.count_tokens),
-    "/v1/embeddings": Endpoint(embeddings.OpenAiEmbedding, embeddings.read_openai),
+    "/v1/embeddings": Endpoint(facts.OpenAiEmbedding, facts.embed_openai),
     # llama-server's
     "/chat/completions": _CHAT,
     "/responses": _RESPONSES,
@@ -184,7 +184,7 @@ ENDPOINTS: dict[str, Endpoint] = {
     # Ollama's
     "/api/chat": Endpoint(OllamaChat, ollama.read_chat_request, OllamaExchange),
     "/api/generate": Endpoint(OllamaGenerate, ollama.read_generate_request, OllamaExchange),
-    "/api/embed": Endpoint(embeddings.OllamaEmbedding, embeddings.read_ollama),
+    "/api/embed": Endpoint(facts.OllamaEmbedding, facts.embed_ollama),
 }
 # Those that no model has to be loaded for: (method, what their bodies are, the handler).
 OTHERS: dict[str, tuple[str, type[Fields], Callable[[Services, Request], Awaitable[Response]]]] = {

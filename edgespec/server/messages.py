@@ -208,7 +208,7 @@ class MessagesExchange(Exchange):
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        message = self._message([_block(part) for part in answer.parts], _counts(answer, answer.stats.new_tokens))
+        message = self._message([_block(part) for part in answer.shown_parts], _counts(answer, answer.stats.new_tokens))
         return message | self._end(answer) | {"seed": answer.seed}
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:

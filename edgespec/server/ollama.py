@@ -22,6 +22,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from edgespec.chat.tools import ToolCall
 from edgespec.errors import ConfigError, EdgespecError, ModelNotFound, StateError, shown
 from edgespec.loading.catalogue import parse
 from edgespec.loading.own_models import remove
@@ -173,7 +174,7 @@ def _exchange(work: Work, request: OllamaRequest, keep_s: float | None, *, is_ch
 
 def _keep(loaded: Loaded, keep_s: float | None) -> None:
     if keep_s is not None:
-        loaded.residence.keep_for(keep_s)
+        loaded.service.keep_for(keep_s)
 
 
 def _preloaded(loaded: Loaded, keep_s: float | None, *, is_chat: bool) -> dict[str, Any]:
@@ -211,22 +212,21 @@ class OllamaExchange(Exchange):
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        return self._part(answer.text, answer.calls, answer.reasoning) | _end(answer)
+        return self._part(answer.text, answer.reasoning, answer.calls) | _end(answer)
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         (answer,) = answers
-        async for piece in answer.pieces():
-            if piece.reasoning:
-                yield _line(self._part("", [], piece.reasoning) | {"done": False})
-            if piece.text or piece.calls:
-                yield _line(self._part(piece.text, piece.calls) | {"done": False})
-        yield _line(self._part("", []) | _end(answer))
+        async for delta in answer.deltas():
+            said = {"reasoning" if delta.part.kind == "reasoning" else "text": delta.text}
+            if delta.text or delta.part.call is not None:
+                yield _line(self._part(**said, calls=[delta.part.call] if delta.part.call else []) | {"done": False})
+        yield _line(self._part() | _end(answer))
 
     @classmethod
     def failed_early(cls, error: HttpError) -> bytes:
         return _line(error.body("/api/"))
 
-    def _part(self, text: str, calls: Sequence[Any], reasoning: str = "") -> dict[str, Any]:
+    def _part(self, text: str = "", reasoning: str = "", calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
         head: dict[str, Any] = {"model": self.name, "created_at": written(time())}
         thinking = {"thinking": reasoning} if reasoning else {}
         if not self._is_chat:

@@ -199,7 +199,7 @@ class ResponsesExchange(Exchange):
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        return self._ended(answer, [self._item(part, _status(answer, part)) for part in answer.parts])
+        return self._ended(answer, [self._item(part, _status(answer, part)) for part in answer.shown_parts])
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         (answer,) = answers

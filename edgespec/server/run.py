@@ -108,7 +108,7 @@ def serve(services: Services, binding: Binding, announce: Callable[[str], None])
         else:
             server.should_exit = True
 
-    loaded = services.default.residence.preload()
+    loaded = services.default.preload()
     loaded.add_done_callback(on_loaded)
     if binding.until_stdin_closes:
         threading.Thread(target=_await_end_of_input, args=(server,), name="edgespec-stdin", daemon=True).start()
