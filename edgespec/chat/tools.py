@@ -291,9 +291,9 @@ class ToolParser:
             for key, value, behind in reader.members(end):
                 members[loaded(key)], end = value, behind
         except ValueError:  # only the last brace may be missing
-            call, behind = self._called(members), self.form.skipped(text, end)
-            if call is not None and (text[end:behind].strip(" \n,") or (is_end and behind == len(text))):
-                return call, end
+            begun, behind = self._called(members), self.form.skipped(text, end)
+            if begun is not None and (text[end:behind].strip(" \n,") or (is_end and behind == len(text))):
+                return begun, end
             raise
         found = self._called(members, "{}" if self._fence is None else None)
         is_other = self._fence is not None and members.keys() - _BARE_KEYS

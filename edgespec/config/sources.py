@@ -15,8 +15,8 @@ from edgespec.errors import ConfigError
 from edgespec.platform.files import exists, expanded, is_file, read_text, user_folder
 
 ENVIRONMENT_PREFIX = "EDGESPEC_"
-# Variables that are no settings: where things lie, a real model for the tests that want one, the key of `serve`.
-PLACES = ("CONFIG", "HOME", "KERNELS", "MODELS", "TEST_MODEL", "API_KEY")
+# Variables that are no settings: where things lie and a real model for the tests that want one.
+PLACES = ("CONFIG", "HOME", "KERNELS", "MODELS", "TEST_MODEL")
 _NAMED = ("model", "draft", "medium")  # a path, or the name that a model goes by here
 
 

@@ -172,7 +172,7 @@ class Answer:
         self._splitter = AnswerSplitter(vocabulary) if splitter is None else splitter
         self._num_before, self._has_reasoned = 0, False  # tokens before the answer began
         self._shown = _ShownTokens(vocabulary)
-        self._unsorted: list[TokenEvent] = []  # shown before it is known what the answer begins with
+        self._unsorted: list[tuple[TokenEvent, str | None]] = []  # before it is known what the answer begins with
         self._end: TokenEvent | None = None
         self._token_ids: list[int] = []
         self._num_characters = 0  # of the text, reasoning and marks included
@@ -290,20 +290,20 @@ class Answer:
                 delta.text += said
                 delta.shares.append((said, event.drafter))
             calls += split.calls
-            self._sort(self._shown.push(event), kind, reasoning, text)
+            self._unsorted += self._shown.push(event, kind)
+            self._sort(reasoning, text)
         return self._kept(reasoning, text, calls)
 
-    def _sort(self, shown: list[TokenEvent], kind: str | None, reasoning: Delta, text: Delta) -> None:
-        """Put tokens that are shown now to the part that is open, once it is known which that is."""
-        if kind is None:
-            self._unsorted += shown
+    def _sort(self, reasoning: Delta, text: Delta) -> None:
+        """Put the tokens that are shown to the part that was open when they came, once it is known which that was."""
+        if self._splitter.kind is None:
             return
-        if kind == "reasoning":
-            reasoning.tokens += self._unsorted
-        elif not isinstance(self._splitter.splitter, ChannelSplitter):  # whose header is no text
-            text.tokens += self._unsorted
+        for token, kind in self._unsorted:
+            is_header = isinstance(self._splitter.splitter, ChannelSplitter) and not self._has_reasoned
+            if kind is not None or not is_header:
+                is_text = kind == "text" or (kind is None and not self._has_reasoned)
+                (text if is_text else reasoning).tokens.append(token)
         self._unsorted = []
-        (text if kind == "text" else reasoning).tokens += shown
 
     def _rest(self) -> list[Delta]:
         """What was held back, at the end of the answer."""
@@ -313,7 +313,7 @@ class Answer:
             Delta(Part(kind), said, shares=[(said, None)])  # type: ignore[arg-type]
             for kind, said in (("reasoning", split.reasoning), ("text", split.text))
         )
-        (text if split.text else reasoning).tokens, self._unsorted = self._unsorted, []
+        (text if split.text else reasoning).tokens, self._unsorted = [token for token, _ in self._unsorted], []
         return self._kept(reasoning, text, split.calls)
 
     def _kept(self, reasoning: Delta, text: Delta, calls: list[ToolCall]) -> list[Delta]:
@@ -341,18 +341,18 @@ class _ShownTokens:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._held: list[tuple[TokenEvent, int]] = []  # and where its bytes begin in the answer
+        self._held: list[tuple[TokenEvent, str | None, int]] = []  # with its part, and where its bytes begin
         self._num_bytes = self._num_shown = 0
 
-    def push(self, event: TokenEvent) -> list[TokenEvent]:
-        """The tokens that are shown now."""
+    def push(self, event: TokenEvent, kind: str | None) -> list[tuple[TokenEvent, str | None]]:
+        """The tokens that are shown now, each with the `kind` of the part that was open when it came."""
         if event.logprob is None:
             return []
-        self._held.append((event, self._num_bytes))
+        self._held.append((event, kind, self._num_bytes))
         self._num_bytes += len(self._vocabulary.piece(event.token_id))
         self._num_shown += len(event.text.encode("utf-8", "replace"))
         is_cut = event.finish_reason == "length"
-        shown = [each for each, begin in self._held if begin < self._num_shown or is_cut]
+        shown = [(each, part) for each, part, begin in self._held if begin < self._num_shown or is_cut]
         self._held = self._held[len(shown) :]
         return shown
 
