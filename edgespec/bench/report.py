@@ -207,7 +207,10 @@ def report_of(
         "num_trials": len(trials),
         "num_planned_trials": num_planned,
         "num_prompts": len(by_prompt),
-        "num_identical": sum(map(_is_identical, by_prompt.values())),
+        "num_identical": sum(
+            len({run.token_ids for trial in found for run in (trial.speculative, trial.standard)}) == 1
+            for found in by_prompt.values()
+        ),
         "total": total.to_json(),
         "domains": {name: Summary(found).to_json() for name, found in by_domain.items()},
         "accepted_lengths": accepted_lengths(records),
@@ -223,11 +226,6 @@ def draft_token_s(model: Model) -> dict[str, float]:
         for cost in costs.drafts.values():
             cost.scale(costs.curve.at(1))
     return {name: cost.token_s for name, cost in costs.drafts.items()}
-
-
-def _is_identical(trials: Sequence[Trial]) -> bool:
-    """Whether all runs have the same tokens."""
-    return len({run.token_ids for trial in trials for run in (trial.speculative, trial.standard)}) == 1
 
 
 def accepted_lengths(records: Iterable[RoundRecord]) -> dict[str, dict[str, int]]:
@@ -262,7 +260,16 @@ def table_lines(report: Report) -> Iterator[str]:
     )
     yield ""
     yield verdict_line(report)
-    yield from reason_lines(report)
+    if noise := report["total"]["noise"]:
+        yield (
+            f"noise: plain decoding, run twice, reached {noise['median']:.2f}x of itself (quartiles "
+            f"{noise['q1']:.2f}-{noise['q3']:.2f}): smaller differences say nothing"
+        )
+    yield equality(report)
+    times = report["total"]["speculative"]["time"]
+    names = {"prefill_s": "prefill", "draft_s": "drafting", "verify_s": "target passes", "overhead_s": "other"}
+    shares = (f"{text} {times[name] / (times['wall_s'] or 1.0):.0%}" for name, text in names.items())
+    yield f"time of speculation: {', '.join(shares)}"
 
 
 def cells(figures: Mapping[str, Any]) -> tuple[str, ...]:
@@ -305,34 +312,12 @@ def verdict_line(report: Report) -> str:
     return says + (f"; it {against} on {', '.join(others)}" if others and len(domains) > 1 else "")
 
 
-def reason_lines(report: Report) -> Iterator[str]:
-    """One line each: noise, equality of texts, time by phase."""
-    if noise := report["total"]["noise"]:
-        yield (
-            f"noise: plain decoding, run twice, reached {noise['median']:.2f}x of itself (quartiles "
-            f"{noise['q1']:.2f}-{noise['q3']:.2f}): smaller differences say nothing"
-        )
-    yield equality(report)
-    yield f"time of speculation: {_time_split(report['total']['speculative']['time'])}"
-
-
 def equality(report: Report) -> str:
     same, count = report["num_identical"], report["num_prompts"]
     if report["reproducible"]:
         verdict = "identical to plain decoding in the same mode" if same == count else "DIFFERENT from plain decoding"
         return f"texts: {verdict}, {same} of {count} prompts"
     return f"texts: identical to plain decoding on {same} of {count} prompts; reproducible mode is off"
-
-
-def _time_split(times: Mapping[str, float]) -> str:
-    whole = times["wall_s"] or 1.0
-    names = {
-        "prefill_s": "prefill",
-        "draft_s": "drafting",
-        "verify_s": "target passes",
-        "overhead_s": "other",
-    }
-    return ", ".join(f"{text} {times[name] / whole:.0%}" for name, text in names.items())
 
 
 def row(cells: Sequence[str], widths: Sequence[int] = _WIDTHS) -> str:

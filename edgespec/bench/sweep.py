@@ -157,15 +157,14 @@ def _times(value: float | None) -> str:
 
 def sweep_json(sweep: Sweep) -> dict[str, Any]:
     """Every setting for each kind of text, and the best one that is fixed; keys are a contract."""
-    return {domain or "all": _domain_json(sweep, domain) for domain in (*sweep.domains, None)}
-
-
-def _domain_json(sweep: Sweep, domain: str | None) -> dict[str, Any]:
-    best = sweep.best(domain)
-    return {
-        "best": None if best is None else {"drafter": best.drafter, "draft_length": best.length},
-        "settings": [_choice_json(sweep, choice, domain) for choice in sweep.choices],
-    }
+    found: dict[str, Any] = {}
+    for domain in (*sweep.domains, None):
+        best = sweep.best(domain)
+        found[domain or "all"] = {
+            "best": None if best is None else {"drafter": best.drafter, "draft_length": best.length},
+            "settings": [_choice_json(sweep, choice, domain) for choice in sweep.choices],
+        }
+    return found
 
 
 def _choice_json(sweep: Sweep, choice: Choice, domain: str | None) -> dict[str, Any]:

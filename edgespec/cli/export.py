@@ -142,12 +142,9 @@ def _print(request: ExportRequest, done: Exported) -> None:
         click.echo(f"  {name}  {human(size)}")
     for line in check_lines(done.figures):
         click.echo(line)
-    click.echo(f"run it: {run_command(_as_path(done.folder), read_pair(done.folder).files['target'])}")
-
-
-def _as_path(folder: Path) -> str:
-    """The folder as the other commands take it: a bare name would be looked up in the registry first."""
-    return str(folder) if folder.is_absolute() or len(folder.parts) > 1 else f"./{folder}"
+    is_plain = not done.folder.is_absolute() and len(done.folder.parts) == 1  # which the registry would look up first
+    path = f"./{done.folder}" if is_plain else str(done.folder)
+    click.echo(f"run it: {run_command(path, read_pair(done.folder).files['target'])}")
 
 
 def check_lines(figures: Mapping[str, Any]) -> Iterator[str]:

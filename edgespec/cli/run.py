@@ -162,9 +162,5 @@ def result_object(session: Session, result: Result) -> dict[str, Any]:
         "answer": answer,
         "finish_reason": result.finish_reason,
         "notes": list(result.stats.notes),
-        "stats": stats_object(result.stats),
+        "stats": {key: getattr(result.stats, key) for key in STATS_KEYS},
     }
-
-
-def stats_object(stats: Stats) -> dict[str, Any]:
-    return {key: getattr(stats, key) for key in STATS_KEYS}

@@ -270,7 +270,7 @@ class Answer:
 
     async def read(self) -> None:
         if self._splitter.parser is None:  # which ends an answer when its calls are complete
-            self.ticket.read_whole()
+            self.ticket.is_read_whole = True
         async for _ in self.deltas():
             pass
 

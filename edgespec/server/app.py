@@ -130,7 +130,8 @@ def _reading(services: Services, read: Callable[[Services, Request], Response]) 
 
 
 def _models(services: Services, _: Request) -> Response:
-    listed = facts.model_objects(services)
+    served = [(service, name) for service in services.all for name in service.names]
+    listed = [facts.model_object(*each, with_status=services.are_several) for each in served]
     pages = {"has_more": False, "first_id": listed[0]["id"], "last_id": listed[-1]["id"]}  # Anthropic's
     return json_response({"object": "list", "data": listed, **pages})
 
@@ -140,10 +141,6 @@ def _model(services: Services, request: Request) -> Response:
     service = services.named(name)
     shown = name if name in service.names else service.name
     return json_response(facts.model_object(service, shown, with_status=services.are_several))
-
-
-def _properties(services: Services, request: Request) -> Response:
-    return json_response(facts.properties(services.named(request.query_params.get("model"))))
 
 
 _PROMETHEUS = "text/plain; version=0.0.4"
@@ -157,7 +154,10 @@ READABLE: dict[str, tuple[str, Callable[[Services, Request], Response]]] = {
         "Counters for Prometheus",
         lambda services, _: PlainTextResponse(facts.metrics_text(services), media_type=_PROMETHEUS),
     ),
-    "/props": ("Model, engine, drafter, default settings, memory plan", _properties),
+    "/props": (
+        "Model, engine, drafter, default settings, memory plan",
+        lambda services, request: json_response(facts.properties(services.named(request.query_params.get("model")))),
+    ),
     "/openapi.json": ("This document", lambda services, _: json_response(document(services))),
     "/api/version": ("The version (Ollama)", lambda *_: json_response(facts.version())),
     "/api/tags": ("The served models (Ollama)", lambda services, _: json_response(facts.listed(services))),

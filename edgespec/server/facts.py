@@ -28,12 +28,6 @@ from edgespec.types import TokenIds
 MOST_TOKENS = 1 << 20  # of a list: writing a longer one holds up everybody
 
 
-def model_objects(services: Services) -> list[dict[str, Any]]:
-    """The served models, as `/v1/models` lists them under each of their names."""
-    listed = [(service, name) for service in services.all for name in service.names]
-    return [model_object(service, name, with_status=services.are_several) for service, name in listed]
-
-
 def model_object(service: Service, name: str, *, with_status: bool = False) -> dict[str, Any]:
     """A served model under one of its names. `with_status`: whether it is loaded, as llama-server's router says it."""
     found = {"id": name, "object": "model", "created": service.created, "owned_by": "edgespec"}
@@ -84,16 +78,13 @@ def metrics_text(services: Services) -> str:
     rows: dict[str, list[tuple[str, float]]] = {"model_loaded": [], "requests_running": [], "requests_waiting": []}
     for service in services.all:
         loaded = service.loaded
-        labels = f'{{model="{_escaped(service.name)}"}}' if services.are_several else ""
+        name = service.name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        labels = f'{{model="{name}"}}' if services.are_several else ""
         counts = (1, loaded.scheduler.num_running, loaded.scheduler.num_waiting) if loaded is not None else (0, 0, 0)
-        for name, count in zip(rows, (*counts[:2], counts[2] + service.num_waiting), strict=True):
-            rows[name].append((labels, count))
+        for gauge, count in zip(rows, (*counts[:2], counts[2] + service.num_waiting), strict=True):
+            rows[gauge].append((labels, count))
     helps = ("Whether the model is loaded", "Generations that run", "Generations that wait")
     return services.metrics.text({name: (text, rows[name]) for name, text in zip(rows, helps, strict=True)})
-
-
-def _escaped(name: str) -> str:
-    return name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 class TokenizeRequest(Fields, kw_only=True):
@@ -167,8 +158,9 @@ def embed_openai(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) ->
     request = read(OpenAiEmbedding, values, notes)
     ids = loaded.model.embedder.encode(_texts(request.input), truncate=False)
     vectors = _embedded(loaded, ids, request.dimensions)
-    is_base64 = request.encoding_format == "base64"
-    shown = [_base64(vector) for vector in vectors] if is_base64 else vectors.tolist()
+    shown = vectors.tolist()
+    if request.encoding_format == "base64":
+        shown = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
     data = [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(shown)]
     usage = {"prompt_tokens": _count(ids), "total_tokens": _count(ids)}
     return {"object": "list", "data": data, "model": loaded.name, "usage": usage}
@@ -214,10 +206,6 @@ def _texts(given: str | list[Any]) -> list[Text]:
     if not given or not all(isinstance(each, str | list) for each in given):
         raise wrong("input", "must be a text, a list of texts, or token ids", given)
     return given
-
-
-def _base64(vector: NDArray[np.float32]) -> str:
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
 def _count(texts: Sequence[TokenIds]) -> int:

@@ -368,13 +368,6 @@ class Services:
     def metrics(self) -> Metrics:
         return self.default.metrics
 
-    def count_request(self, path: str, status: int) -> None:
-        self.metrics.answered[path, status] += 1
-
-    @property
-    def has_loaded(self) -> bool:
-        return any(service.loaded is not None for service in self.all)
-
     @property
     def is_loading(self) -> bool:
         return any(service.is_loading for service in self.all)
