@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from pickle import PicklingError
 from typing import Any
@@ -127,7 +128,8 @@ def encode_messages(
         printed = filter(_MARK.fullmatch, vocabulary.printed_names)  # marks of turns, as DeepSeek R1's are
         names = dict.fromkeys((*vocabulary.control_names, *PRINTED_MARKS, *printed))
         marks = sorted((name for name in names if name in everything), key=len, reverse=True)
-        end, *stand_ins = _unused_characters(len(marks) + 1, everything)
+        unused = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in everything)  # of private use
+        end, *stand_ins = islice(unused, len(marks) + 1)
         given = _replaced(given, dict(zip(marks, stand_ins, strict=True))) if marks else given
     except RecursionError as exc:
         raise PromptError(_TOO_DEEP) from exc
@@ -218,13 +220,6 @@ def _replaced(value: Any, stand_ins: Mapping[str, str]) -> Any:
     if isinstance(value, Mapping):
         return {_replaced(key, stand_ins): _replaced(each, stand_ins) for key, each in value.items()}
     return [_replaced(each, stand_ins) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _unused_characters(count: int, text: str) -> list[str]:
-    """Private-use characters (from U+F0000) that do not occur in `text`."""
-    used = set(text)
-    free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
-    return [next(free) for _ in range(count)]
 
 
 def answer_prefix(messages: Sequence[Mapping[str, Any]]) -> str:

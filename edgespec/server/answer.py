@@ -118,9 +118,9 @@ class Delta:
 
 
 class Event(NamedTuple):
-    """What becomes of a part: it begins, grows by `text`, ends; a call is `whole` at once."""
+    """What becomes of a part: it begins, grows by `text`, ends."""
 
-    what: Literal["begins", "grows", "ends", "whole"]
+    what: Literal["begins", "grows", "ends"]
     part: Part
     text: str = ""
 
@@ -132,18 +132,14 @@ async def events(answer: Answer) -> AsyncIterator[Event]:
         part = delta.part
         if not delta.text and part.call is None:
             continue
-        if opened is not None and opened is not part:
-            yield Event("ends", opened)
-        if part.call is not None:
-            opened = None
-            yield Event("whole", part)
-            continue
         if opened is not part:
+            if opened is not None:
+                yield Event("ends", opened)
             yield Event("begins", part)
         opened = part
-        yield Event("grows", part, delta.text)
+        yield Event("grows", part, delta.text if part.call is None else part.call.arguments)
     if opened is not None:
-        opened.is_last = True
+        opened.is_last = opened.call is None
         yield Event("ends", opened)
     if not (answer.text.strip() or answer.calls or (opened is not None and opened.kind == "text")):
         empty = Part("text", is_last=True)

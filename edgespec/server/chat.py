@@ -120,7 +120,11 @@ def prepare(loaded: Loaded, chat: Chat, notes: list[str]) -> Work:
     arguments = _template_arguments(chat, template, notes)
     model.require_room(len(chat.messages), "messages")
     model.require_room(num_characters(chat.messages, tools), "characters")
-    messages = _read_messages(chat, template, notes)
+    if kinds := unread_kinds(chat.messages):
+        notes.append(f"messages: {', '.join(kinds)} left out of what was said before: {TEXT_ONLY}")
+    is_developer = [isinstance(each, dict) and each.get("role") == "developer" for each in chat.messages]
+    given = zip(chat.messages, is_developer, strict=True)  # templates know that role as `system`
+    messages = placed(template, [each | {"role": "system"} if is_one else each for each, is_one in given], notes)
     prompt_ids = model.encode_chat(messages, tools or None, arguments)
     prefix = answer_prefix(messages)
     prompt_ids = before_structure(vocabulary, prompt_ids, options, prefix)
@@ -183,18 +187,6 @@ def _template_arguments(chat: Chat, template: str, notes: list[str]) -> dict[str
 
 
 # -- messages
-
-
-def _read_messages(chat: Chat, template: str, notes: list[str]) -> list[Any]:
-    if kinds := unread_kinds(chat.messages):
-        notes.append(f"messages: {', '.join(kinds)} left out of what was said before: {TEXT_ONLY}")
-    return placed(template, [_as_system(message) for message in chat.messages], notes)
-
-
-def _as_system(message: Any) -> Any:
-    """Templates know the role `developer` as `system`."""
-    is_developer = isinstance(message, dict) and message.get("role") == "developer"
-    return {**message, "role": "system"} if is_developer else message
 
 
 def placed(template: str, messages: list[Any], notes: list[str]) -> list[Any]:

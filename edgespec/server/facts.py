@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from time import monotonic, time
 from typing import Annotated, Any, ClassVar, Literal
@@ -228,24 +229,18 @@ def listed(services: Services) -> dict[str, Any]:
 
 
 def running(services: Services) -> dict[str, Any]:
-    """`/api/ps`: those that are loaded, with the memory and the context that they have."""
-    found = ((service, service.loaded) for service in services.all)
-    return {"models": [_running(service, loaded) for service, loaded in found if loaded is not None]}
-
-
-def _running(service: Service, loaded: Loaded) -> dict[str, Any]:
-    model = loaded.model
-    on_device = 0 if model.memory is None else model.memory.plan.device_bytes
-    more = {"size_vram": on_device, "context_length": model.context_length, "expires_at": _expires_at(service)}
-    return entry(service) | more
-
-
-def _expires_at(service: Service) -> str:
-    """When the model is unloaded if no request comes."""
-    try:
-        return written(time() + service.left_s)
-    except (OverflowError, ValueError):
-        return _NEVER
+    """`/api/ps`: those that are loaded, with the memory and the context that they have, and when they go."""
+    found = list[dict[str, Any]]()
+    for service in services.all:
+        if (loaded := service.loaded) is None:
+            continue
+        model, expires_at = loaded.model, _NEVER
+        with suppress(OverflowError, ValueError):
+            expires_at = written(time() + service.left_s)
+        on_device = 0 if model.memory is None else model.memory.plan.device_bytes
+        more = {"size_vram": on_device, "context_length": model.context_length, "expires_at": expires_at}
+        found.append(entry(service) | more)
+    return {"models": found}
 
 
 def written(seconds: float) -> str:

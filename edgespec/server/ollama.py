@@ -12,7 +12,6 @@ import asyncio
 import ipaddress
 import math
 import re
-from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from time import time
 from typing import Annotated, Any, ClassVar, Literal
@@ -47,7 +46,6 @@ _SENT_AS = {
 }
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"-?(\d{1,12}(?:\.\d{1,12})?)([smh]?)", re.ASCII)
-_EVERY_S = 0.2  # between two looks at how far a pull is
 _SUCCESS = {"status": "success"}
 _NO_LOGPROBS: tuple[str, tuple[Any, ...]] = ("use /v1/chat/completions", (False, 0))
 _NO_FEATURE: tuple[str, tuple[Any, ...]] = ("this server has no such feature", ("", []))
@@ -310,29 +308,30 @@ async def _lines_of(name: str, *, is_here: bool) -> AsyncIterator[Mapping[str, A
     if is_here:
         yield _SUCCESS
         return
-    said, has_left = deque[Mapping[str, Any]](), False
+    loop, lines, has_left = asyncio.get_running_loop(), asyncio.Queue[Mapping[str, Any]](), False
+
+    def tell(**line: Any) -> None:
+        loop.call_soon_threadsafe(lines.put_nowait, line)
 
     def on_bytes(file: str, done: int, total: int) -> None:
         if has_left:
             raise _ClientLeft
-        said.append({"status": f"pulling {file}", "digest": file, "total": total, "completed": done})
+        tell(status=f"pulling {file}", digest=file, total=total, completed=done)
 
     def work() -> None:
         try:
-            pull(name, on_bytes, lambda text: said.append({"status": text}))
-            said.append({"status": f"{name} is here: this server serves it when it is started with it"})
-            said.append(_SUCCESS)
+            pull(name, on_bytes, lambda text: tell(status=text))
+            tell(status=f"{name} is here: this server serves it when it is started with it")
+            tell(**_SUCCESS)
         except EdgespecError as exc:
-            said.append({"error": exc.on_the_command_line})
+            tell(error=exc.on_the_command_line)
+        finally:
+            tell()  # an empty one is the end
 
     pulling = asyncio.ensure_future(asyncio.to_thread(work))
     try:
-        while said or not pulling.done():
-            lines = [said.popleft() for _ in range(len(said))]
-            for line, after in zip(lines, [*lines, {}][1:], strict=True):
-                if "digest" not in line or line["digest"] != after.get("digest"):  # the latest about a file
-                    yield line
-            await asyncio.wait({pulling}, timeout=_EVERY_S)
+        while line := await lines.get():
+            yield line
         await pulling
     finally:
         has_left = True
