@@ -24,6 +24,7 @@ from edgespec.config.values import RANDOM_SEED
 from edgespec.errors import ConfigError, EdgespecError, StateError
 from edgespec.loading.registry import SUFFIXES, is_known
 from edgespec.platform.files import exists, expanded
+from edgespec.platform.machine import reset_peak
 
 # Settings of `load` that a generation can override as well.
 _CHANGEABLE_LATER = ("drafter", "draft_length", "verify")
@@ -168,6 +169,7 @@ def _load_again(chat: Chat, changes: Mapping[str, Any]) -> None:
     settings = Settings({**kept.values, **changes}, {**kept.sources, **dict.fromkeys(changes, "this chat")})
     require_chat_template(settings, is_chat=True)  # before the model that is loaded makes room
     before.model.close()
+    reset_peak()  # the next answers tell that of their own model
     try:
         chat.session = open_session(settings, remembers=True)
     except EdgespecError:

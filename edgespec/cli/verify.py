@@ -17,7 +17,7 @@ from edgespec.cli import say
 from edgespec.cli.options import SettingsCommand, require_speculation, resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
-from edgespec.config.options import REMEMBERING
+from edgespec.config.options import PRINTING, PROMPTING, REMEMBERING
 from edgespec.loading.drafts import PROMPTS
 
 DEFAULT_TOKENS = 64
@@ -26,7 +26,7 @@ Compared = list[tuple[Trial, Divergence | None]]
 
 
 @click.command(cls=SettingsCommand)
-@settings_options("load", "generate", "sampling", leave_out=("stop", *REMEMBERING))
+@settings_options("load", "generate", "sampling", "session", leave_out=("stop", *PROMPTING, *PRINTING, *REMEMBERING))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines")
 def command(model_name: str | None, config_file: Path | None, as_json: bool, **given: Any) -> int:
     """Decode built-in prompts with and without speculation, greedily and sampled; compare tokens, log probabilities.
@@ -58,7 +58,8 @@ def command(model_name: str | None, config_file: Path | None, as_json: bool, **g
 
 def _tasks(session: Session) -> list[Task]:
     """Every built-in prompt greedily, then with the sampling asked for where that is another."""
-    encoded = [(prompt, tuple(prompt.encode(session.model))) for prompt in (BenchPrompt(*each) for each in PROMPTS)]
+    prompts, in_chat = [BenchPrompt(*each) for each in PROMPTS], session.shown.chat_template
+    encoded = [(prompt, tuple(prompt.encode(session.model, chat_template=in_chat))) for prompt in prompts]
     heats = [
         dataclasses.replace(session.sampling, temperature=heat) for heat in sorted({0.0, session.sampling.temperature})
     ]
