@@ -138,7 +138,7 @@ def part_text(part: object) -> str | None:
 
 
 def _kind(part: object) -> str:
-    return str(part.get("type", "unknown")) if isinstance(part, Mapping) else shown(part)
+    return str(part.get("type") or "unknown") if isinstance(part, Mapping) else shown(part)
 
 
 def _checked(message: object, index: int, *, is_old: bool) -> Message:
@@ -147,7 +147,8 @@ def _checked(message: object, index: int, *, is_old: bool) -> Message:
     checked = dict(message)
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise PromptError(f"message {index} has the role {shown(role)}; allowed: {', '.join(ROLES)}")
+        given = "no role" if role is None else f"the role {shown(role)}"
+        raise PromptError(f"message {index} has {given}; allowed: {', '.join(ROLES)}")
     checked["content"] = content = _content(checked, index, is_strict=role in ("system", "user") and not is_old)
     if not isinstance(content, str):
         raise PromptError(f"message {index} has no text content: give a text, or a list of parts with a type")

@@ -66,7 +66,7 @@ def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
     help="Answers generated at once, each with its own context; others wait [up to 4 on our kernels, else 1]",
 )
 @_option("--max-queue", type=_QUEUE, default=32, metavar="N", help="Requests that may wait; more get 429 [32]")
-@_option("--timeout", type=_TIMEOUT, default=600.0, metavar="S", help="Seconds per request, waiting included [600]")
+@_option("--timeout", type=_TIMEOUT, default=3600.0, metavar="S", help="Seconds per request, waiting included [3600]")
 @_option("--exit-with-stdin", is_flag=True, help="Exit when standard input closes: the parent has ended")
 @_option("--stdio", is_flag=True, help="Speak JSON lines on standard streams instead of HTTP")
 def command(model_names: tuple[str, ...], config_file: Path | None, **given: Any) -> int:
