@@ -296,6 +296,8 @@ def fetch_page_libraries() -> None:
     with contextlib.suppress(OSError):
         if time.time() - PAGE_FAILED.stat().st_mtime < DAY_S:
             return
+    if not (ROOT / "edgespec/server/static/vendor").is_dir():
+        say("fetching the libraries of the chat page, 2.5 MB")
     done = subprocess.run([str(PYTHON), str(script)], capture_output=True, text=True, check=False)
     if done.returncode:
         with contextlib.suppress(OSError):  # the checkout may be read-only

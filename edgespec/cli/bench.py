@@ -185,7 +185,7 @@ Compared = list[tuple[Trial, Divergence | None]]
 
 
 @click.command("verify", cls=SettingsCommand)
-@settings_options("load", "generate", "sampling", leave_out=("stop", *REMEMBERING))
+@settings_options("load", "generate", "sampling", "session", leave_out=("stop", *PROMPTING, *PRINTING, *REMEMBERING))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines")
 def verify(model_name: str | None, config_file: Path | None, as_json: bool, **given: Any) -> int:
     """Decode built-in prompts with and without speculation, greedily and sampled; compare tokens, log probabilities.
@@ -218,7 +218,7 @@ def verify(model_name: str | None, config_file: Path | None, as_json: bool, **gi
 
 def _tasks(session: Session) -> list[Task]:
     """Every built-in prompt greedily, then with the sampling asked for where that is another."""
-    encoded = [(prompt, tuple(prompt.encode(session.model))) for prompt in (BenchPrompt(*each) for each in PROMPTS)]
+    encoded = [(prompt, tuple(_encode(session, prompt))) for prompt in (BenchPrompt(*each) for each in PROMPTS)]
     heats = [
         dataclasses.replace(session.sampling, temperature=heat) for heat in sorted({0.0, session.sampling.temperature})
     ]

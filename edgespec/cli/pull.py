@@ -14,6 +14,7 @@ from edgespec.cli import names_known, run_command
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.terminal import note, waiting
 from edgespec.formats.manifest import ModelPair
+from edgespec.loading.catalogue import entries
 from edgespec.loading.download import OnBytes
 from edgespec.loading.own_models import fits, pair_bytes
 from edgespec.loading.pull import pull as pull_model
@@ -44,7 +45,9 @@ def command(model: str, draft: str, no_draft: bool, name: str, revision: str) ->
     if fits(size) is False:
         note(f"note: {size / 1e9:.1f} GB do not fit into the memory that is available now: it will be slow")
     if pair.draft is None:
-        note(f"{chosen} has no draft model; edgespec drafts {chosen} ranks those that fit")
+        entry = entries().get(chosen)
+        advice = entry.advice if entry else ""
+        note(advice or f"{chosen} has no draft model; edgespec drafts {chosen} ranks those that fit")
     click.echo(f"run it: {run_command(chosen, pair.files['target'])}")
     return 0
 

@@ -30,6 +30,7 @@ from edgespec.config.values import RANDOM_SEED
 from edgespec.errors import ConfigError, EdgespecError, StateError
 from edgespec.loading.registry import SUFFIXES, is_known
 from edgespec.platform.files import exists, expanded
+from edgespec.platform.machine import reset_peak
 
 _SHOWN_CHARACTERS = 200  # of a message that is taken back
 _SHOWN_TURNS = 20  # messages of a loaded conversation that are printed
@@ -170,6 +171,7 @@ def _load_again(chat: Chat, changes: Mapping[str, Any]) -> None:
     settings = kept.above(changes, HERE)
     require_chat_template(settings, is_chat=True)  # before the model that is loaded makes room
     before.model.close()
+    reset_peak()  # the next answers tell that of their own model
     try:
         chat.session = open_session(settings, remembers=True)
     except EdgespecError:

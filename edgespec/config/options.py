@@ -514,7 +514,7 @@ class ServeOptions:
         32, "--max-queue", "Requests that may wait; more get 429", basic=True, check=number(0, 4096)
     )
     timeout: float = _serve(
-        600.0,
+        3600.0,
         "--timeout S",
         "Seconds per request, waiting included",
         basic=True,

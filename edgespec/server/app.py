@@ -198,6 +198,7 @@ _NO_MAKING = "models are made and named on the command line: edgespec add, edges
 NOT_HERE = {
     **dict.fromkeys(("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), _NO_RERANKING),
     **dict.fromkeys(("/api/create", "/api/copy", "/api/push"), _NO_MAKING),
+    "/api/embeddings": "Ollama's path of 2023: use /api/embed, with input in place of prompt",
 }
 
 

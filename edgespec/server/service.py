@@ -38,7 +38,7 @@ class Limits:
 
     max_queued: int = 32
     max_body_bytes: int = 8 * 1024 * 1024
-    timeout_s: float | None = 600.0
+    timeout_s: float | None = 3600.0
 
 
 def without_tag(name: str) -> str:
