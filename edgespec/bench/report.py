@@ -164,25 +164,15 @@ class Summary:
 def describe(model: Model, sampling: Sampling, options: GenerateOptions) -> dict[str, Any]:
     """All settings that affect the result, as JSON."""
     facts = model.target.facts
-    return {
-        "model": model.pair.name,
-        "engine": facts.name,
-        "device": facts.device,
-        "threads": facts.threads,
-        "context_length": facts.context_length,
-        "drafter": model.drafter_name,
-        "draft_length": model.options.draft_length,
-        "max_slowdown": model.options.max_slowdown,
-        "verify": model.options.verify,
-        "reproducible": model.reproducible,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "seed": sampling.seed,
-        "max_tokens": options.max_tokens,
-        "ignore_eos": options.ignore_eos,
-    }
+    settings: tuple[tuple[object, tuple[str, ...]], ...] = (
+        (facts, ("device", "threads", "context_length")),
+        (model.options, ("drafter", "draft_length", "max_slowdown", "verify")),
+        (model, ("reproducible",)),
+        (sampling, ("temperature", "top_k", "top_p", "min_p", "seed")),
+        (options, ("max_tokens", "ignore_eos")),
+    )
+    found = {name: getattr(owner, name) for owner, names in settings for name in names}
+    return {"model": model.pair.name, "engine": facts.name} | found
 
 
 def report_of(
