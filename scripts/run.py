@@ -60,7 +60,7 @@ PAGE_FAILED = VENV / "page-libraries-failed"  # when it is from
 DAY_S = 86400
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 # Commands that need more than the package's own requirements.
-EXTRAS = {"test": ["test", "llamacpp"], "lint": ["lint"], "serve": ["server"], "export": ["export"], "bench": ["bench"]}
+EXTRAS = {"test": ["test", "llamacpp"], "lint": ["lint"], "serve": ["server"], "export": ["export"]}
 RUNS_A_MODEL = ("bench", "chat", "generate", "race", "run", "serve", "verify")  # whose first argument it is
 # How many processes that is, tests/support/workers.py says. Each takes whole stretches of files, in whose order they
 # would run in one process, so that what the tests of a file share is rarely made twice; who is done takes half of the

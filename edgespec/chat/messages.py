@@ -71,13 +71,10 @@ def other_forms(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _with_text_arguments(message: Message) -> Message:
     if not message.get("tool_calls"):
         return message
-    return {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
-
-
-def _with_text(call: Any) -> Any:
-    function = call.get("function") or call
-    text = json.dumps(function.get("arguments"), ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
+    functions = [call.get("function") or call for call in message["tool_calls"]]
+    texts = [{**each, "arguments": json.dumps(each.get("arguments"), ensure_ascii=False)} for each in functions]
+    called = [{**call, "function": text} for call, text in zip(message["tool_calls"], texts, strict=True)]
+    return {**message, "tool_calls": called}
 
 
 def in_parts(message: Message) -> Message:

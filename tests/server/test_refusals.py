@@ -15,12 +15,13 @@ from click.testing import CliRunner
 from starlette.testclient import TestClient
 
 from edgespec.cli.serve import command
+from edgespec.config.options import ServeOptions
 from edgespec.errors import EngineError, ModelFileError, Unreachable
 from edgespec.server import facts
 from edgespec.server.app import create_app
 from edgespec.server.http_errors import as_http_error
 from edgespec.server.requests import parse_object
-from edgespec.server.run import Binding
+from edgespec.server.run import hosts_of
 from edgespec.server.service import Limits, Service, Services
 from edgespec.server.web import NOTES
 from serving import BASE_URL, client_of
@@ -393,16 +394,16 @@ def test_a_local_name_is_allowed(client: TestClient, host: str):
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
 def test_further_names_are_allowed(service: Service, monkeypatch: pytest.MonkeyPatch, address: str):
-    given: list[Binding] = []
+    given: list[ServeOptions] = []
 
-    def served(found: Services, binding: Binding, *_: object) -> None:
+    def served(found: Services, options: ServeOptions, *_: object) -> None:
         found.default.use(service.require().model)  # as a server that has answered
-        given.append(binding)
+        given.append(options)
 
     monkeypatch.setattr("edgespec.server.run.serve", served)
     names = ["--allowed-host", "models.example", "--allowed-host", "b.example"]
     assert CliRunner().invoke(command, ["demo", "--host", address, *names]).exit_code == 0
-    client = client_of(service, hosts=given[0].hosts)
+    client = client_of(service, hosts=hosts_of(given[0]))
     assert client.get("/v1/models", headers={"Host": "b.example"}).status_code == 200
     assert client.get("/v1/models", headers={"Host": "Models.example:8080"}).status_code == 200
     assert client.get("/v1/models", headers={"Host": "other.example"}).status_code == 403
