@@ -25,8 +25,6 @@ TRIAL_TOKENS, MOST_TRIAL_TOKENS = 3.5, 12.0  # what a paid drafter may lose at f
 KNOWN_DRAFTS = 3  # drafts until what a paid drafter gains is more than a guess
 READING_ROUNDS = 16  # rounds over which a paid drafter's reading of missed text is spread
 USUAL_CONFIDENCE = 0.8  # of a first draft's tokens
-# A second choice is rarely accepted more than one time in ten, and trying it costs time: trees need cheaper rows.
-CHEAP_ROW = 0.03  # most that a row may cost for trees, in plain passes
 
 # -- confidence: evidence to probability
 MOST_PROBABILITY = 0.995  # no token is certain, nor impossible
