@@ -258,13 +258,6 @@ def test_disturbed_passes_teach_no_costs() -> None:
         assert (controller.costs.drafts["model"].token_s > cost) == learns
 
 
-def test_a_busy_machine_with_costs_from_an_earlier_run_drafts() -> None:
-    controller = controlled(Disturbed, Machine(LLAMA_Q8_0))
-    clock = controller._clock
-    assert isinstance(clock, Clock)
-    assert sum(record.drafted_tokens for record in simulate(controller, TEXTS[0], Machine(LLAMA_Q8_0), clock))
-
-
 def test_each_number_of_threads_has_costs_of_its_own() -> None:
     controller = controlled(AutoController, Machine(LLAMA_Q8_0))
     drafter = controller.drafters["model"]
