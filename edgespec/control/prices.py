@@ -283,21 +283,3 @@ def path_products(draft: Draft, confidences: Sequence[float]) -> list[float]:
     for parent, confidence in zip(draft.parents.tolist(), confidences, strict=True):
         found.append(confidence * (found[parent] if parent >= 0 else 1.0))
     return found
-
-
-def ceiling(pass_s: Sequence[float], token_s: float, most: int) -> tuple[int, float]:
-    """(draft length, speedup) if all was accepted: no drafter of this cost can gain more on this machine."""
-    speedups = [(k, expected_speedup(1.0, k, pass_s, token_s)) for k in range(most + 1)]
-    return max(speedups, key=lambda pair: pair[1])
-
-
-def expected_speedup(acceptance_rate: float, num_drafted: int, pass_s: Sequence[float], token_s: float) -> float:
-    """Leviathan 2211.17192 theorem 3.8 with a pass that costs what its width costs, every token alike and independent.
-
-    With pass_s flat and token_s = c * pass_s[1] it is their (1 - a^(k+1)) / ((1 - a) (k c + 1)).
-    """
-    if acceptance_rate >= 1:
-        tokens = num_drafted + 1.0
-    else:
-        tokens = (1 - acceptance_rate ** (num_drafted + 1)) / (1 - acceptance_rate)
-    return tokens * pass_s[1] / (pass_s[1 + num_drafted] + num_drafted * token_s)
