@@ -22,7 +22,6 @@ from edgespec.bench.report import Side, draft_token_s, row, shown
 from edgespec.bench.runner import Measurement, Task, measure
 from edgespec.config.options import GenerateOptions
 from edgespec.config.values import DrafterName, DraftLength
-from edgespec.control.prices import ceiling, expected_speedup
 from edgespec.errors import ConfigError
 from edgespec.reports import RoundRecord
 from edgespec.runtime import Model
@@ -182,6 +181,18 @@ def _choice_json(sweep: Sweep, choice: Choice, domain: str | None) -> dict[str, 
 # -- why
 
 
+def expected_speedup(acceptance_rate: float, num_drafted: int, pass_s: Sequence[float], token_s: float) -> float:
+    """Leviathan 2211.17192 theorem 3.8 with a pass that costs what its width costs, every token alike and independent.
+
+    With pass_s flat and token_s = c * pass_s[1] it is their (1 - a^(k+1)) / ((1 - a) (k c + 1)).
+    """
+    if acceptance_rate >= 1:
+        tokens = num_drafted + 1.0
+    else:
+        tokens = (1 - acceptance_rate ** (num_drafted + 1)) / (1 - acceptance_rate)
+    return tokens * pass_s[1] / (pass_s[1 + num_drafted] + num_drafted * token_s)
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
     """What decides the speedup.
@@ -210,7 +221,7 @@ class Costs:
     @property
     def ceiling(self) -> float:
         """Speedup of the best length if every token were accepted."""
-        return ceiling(self.round_s, self.token_s, _MOST_DRAFTED)[1]
+        return max(expected_speedup(1.0, length, self.round_s, self.token_s) for length in range(_MOST_DRAFTED + 1))
 
     @property
     def pays_from(self) -> float | None:

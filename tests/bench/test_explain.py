@@ -8,8 +8,7 @@ import pytest
 
 from edgespec.bench.report import Side
 from edgespec.bench.runner import Measurement
-from edgespec.bench.sweep import Costs, balance, changes, threshold
-from edgespec.control.prices import expected_speedup
+from edgespec.bench.sweep import Costs, balance, changes, expected_speedup, threshold
 from edgespec.reports import Stats
 
 ROUND_S = [0.0, 0.1, *(0.12 + 0.02 * extra for extra in range(15))]
