@@ -1,9 +1,8 @@
-"""Architectures that run on our kernels only: the logits of llama.cpp and of transformers, always the same bits."""
+"""Architectures that run on our kernels only: the logits of llama.cpp, always the same bits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from edgespec.installation import has_engine
 from edgespec.kernels.library import library_path
 from edgespec.types import Batch, Logits, packed
 from tiled import bits
-from tiny_architectures import CASES, LONG, hub_model, with_halves, write
+from tiny_architectures import CASES, LONG, write
 from tiny_graphs import mean_kl
 from tiny_mixtures import CASES as MIXTURES
 from tiny_mixtures import write as write_mixture
@@ -68,23 +67,6 @@ def scored(engine: Engine, ids: list[int], step: int) -> Logits:
 def test_all_that_run_are_compared() -> None:
     others = {"qwen3moe", "gpt-oss", "gemma4", "gemma4-assistant", "qwen35", "qwen35moe", "lfm2", "lfm2moe", *WRITABLE}
     assert set(KINDS) == others | {case.kind for case in CASES.values()}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_logits_are_those_of_transformers(name: str, tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose attention is over keys and values in half precision, too."""
-    torch = pytest.importorskip("torch", reason="compares with transformers, which needs torch")
-    pytest.importorskip("transformers", reason="compares with transformers")
-    ids = IDS if name.endswith("-long") else IDS[:150]
-    model = hub_model(CASES[name.removesuffix("-long")])
-    module = import_module(type(model).__module__)
-    monkeypatch.setattr(module, "eager_attention_forward", with_halves(module.eager_attention_forward))
-    with torch.no_grad():
-        wanted = model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
-    with OnnxEngine.load(tiny(name), **use(name)) as engine:
-        found = scored(engine, ids, len(ids))
-    layers = CASES[name.removesuffix("-long")].layers
-    assert np.sqrt(np.square(found - wanted).mean()) < (1e-4 if layers < 64 else 4e-4) * wanted.std()
 
 
 @NEEDS_LLAMA

@@ -73,28 +73,6 @@ def test_logits_are_those_of_llama_cpp(hybrid: Path, engine: HybridEngine) -> No
     assert np.abs(chained(engine, ids) - wanted).max() < 5e-3 * wanted.std()
 
 
-@pytest.mark.parametrize("kind", ["qwen35", "qwen35moe", "lfm2", "lfm2moe"])
-def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch", reason="this comparison needs torch: scripts/run.py install export")
-    transformers = pytest.importorskip("transformers")
-    if not hasattr(transformers, "Qwen3_5ForCausalLM"):
-        pytest.skip("this release of transformers has no Qwen3.5")
-    from hub_hybrids import make_hybrid
-
-    shape = HybridShape(head_size=16 if kind.startswith("lfm2") else 32, rotated=16, state_heads=6, key_heads=2)
-    if kind == "qwen35moe":
-        shape = replace(shape, experts=(6, 2, 32), is_joined=True)
-    if kind == "lfm2moe":
-        shape = replace(shape, experts=(6, 3, 32))
-    model, ids = make_hybrid(kind, tmp_path / "model.gguf", shape), ids_of(100)
-    with torch.no_grad():
-        wanted = model(torch.tensor([ids])).logits[0].numpy()
-    with opened(tmp_path / "model.gguf") as engine:
-        found = chained(engine, ids)
-    assert np.linalg.norm(found - wanted) < 1e-4 * np.linalg.norm(wanted)
-    assert np.abs(found - wanted).max() < 1e-3 * wanted.std()
-
-
 @pytest.mark.parametrize("base", [0, 1, 2, 40])
 def test_a_draft_of_which_any_part_is_accepted_was_never_there(engine: HybridEngine, base: int) -> None:
     text, wrong, length = ids_of(base + 60), ids_of(40, seed=1), 10
@@ -208,15 +186,14 @@ def test_drafts_change_no_bit(hybrid: Path, tmp_path: Path, temperature: float) 
     draft = write_model(tmp_path / "draft.gguf")
     with edgespec.load(hybrid, draft=draft, threads=1) as model:
         assert model.target.facts.name == "onnx" and model.target.facts.pinned_class
-        for seed in range(2):
-            sampling, rejected = Sampling(temperature=temperature, seed=seed), 0
-            plain = model.generate(PROMPT, sampling, replace(OPTIONS, drafter="none"))
-            for drafter in ("ngram", "suffix", "model", "tree", "lookahead", "auto"):
-                for length in (1, 5, 31):
-                    found = model.generate(PROMPT, sampling, replace(OPTIONS, drafter=drafter, draft_length=length))
-                    assert (found.token_ids, found.logprobs) == (plain.token_ids, plain.logprobs), (drafter, length)
-                    rejected += found.stats.drafted_tokens - found.stats.accepted_tokens
-            assert rejected > 100
+        sampling, rejected = Sampling(temperature=temperature, seed=1), 0
+        plain = model.generate(PROMPT, sampling, replace(OPTIONS, drafter="none"))
+        for drafter in ("ngram", "suffix", "model", "tree", "lookahead", "auto"):
+            for length in (1, 5, 31):
+                found = model.generate(PROMPT, sampling, replace(OPTIONS, drafter=drafter, draft_length=length))
+                assert (found.token_ids, found.logprobs) == (plain.token_ids, plain.logprobs), (drafter, length)
+                rejected += found.stats.drafted_tokens - found.stats.accepted_tokens
+        assert rejected > 100
 
 
 def test_the_states_have_the_planned_size(hybrid: Path, engine: HybridEngine) -> None:
