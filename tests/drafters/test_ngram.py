@@ -11,7 +11,7 @@ from edgespec.config.options import Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.ngram import FollowedText, NgramDrafter
 from edgespec.sampling.sampler import Sampler
-from edgespec.types import Draft, TokenIds, Verdict
+from edgespec.types import TokenIds, Verdict
 
 SAMPLER = Sampler(Sampling(), 100)
 
@@ -81,15 +81,6 @@ def test_a_new_generation_forgets_the_old_text_unless_it_goes_on_from_it() -> No
     assert drafter.draft(request([7, 1, 2])).num_tokens == 0
 
 
-def test_empty_draft_and_short_history() -> None:
-    drafter = NgramDrafter()
-    drafter.begin(np.array([1], np.int32))
-    empty = drafter.draft(request([1]))
-    assert empty.num_tokens == 0
-    drafter.observe(empty, Verdict((), 2))
-    assert isinstance(drafter.draft(request([1, 2])), Draft)
-
-
 def test_a_long_history_takes_bounded_memory_and_its_latest_half_is_found() -> None:
     ids = np.random.default_rng(0).integers(0, 50_000, 20_000).tolist()
     drafter = NgramDrafter(max_indexed=2000)
@@ -121,11 +112,3 @@ def test_a_prompt_that_continues_the_last_text_is_new_from_its_end_on(later: Tok
     text.begin(later)
     assert text.grow(later) == start
     assert text.ids == later.tolist()
-
-
-def test_an_empty_prompt_frees_the_text_at_once() -> None:
-    text = FollowedText()
-    text.grow(array(1, 2))
-    text.begin(array())
-    assert text.bytes_used == 0
-    assert text.grow(array(1, 2)) == 0

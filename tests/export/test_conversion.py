@@ -23,7 +23,6 @@ from tiny_gguf import write_model
 FILE, FILE_DRAFT = DEMO / "demo-target-q8_0.gguf", DEMO / "demo-draft-q8_0.gguf"
 FOLDER, FOLDER_DRAFT = DEMO / "hf" / "target", DEMO / "hf" / "draft"
 NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="compares with llama.cpp, which is not installed")
-ROTATED = {"rope_type": "default", "rope_theta": 5000.0}
 HEAVY = ("torch", "transformers", "safetensors")
 
 pytestmark = pytest.mark.usefixtures("one_thread")

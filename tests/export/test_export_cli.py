@@ -171,17 +171,6 @@ def test_an_export_that_fails_the_check_gets_no_name(tmp_path, monkeypatch, with
     assert 0 < found["target"]["gguf"]["mean_kl"] < 0.005
 
 
-def test_the_check_against_transformers(tmp_path):
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    result = export(DRAFT, tmp_path / "pair", "--quant", "f32", "-t", "1")
-    assert result.exit_code == 0, result.output
-    figures = read_pair(tmp_path / "pair").figures["check"]
-    assert figures["reference"].startswith("transformers ")
-    assert figures["target"]["gguf"]["mean_kl"] < 1e-7
-    assert figures["target"]["gguf"]["num_tokens"] == 320
-
-
 # being interrupted
 
 
