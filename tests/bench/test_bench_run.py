@@ -130,7 +130,6 @@ def test_flat_pass_costs_give_a_speedup(tmp_path, monkeypatch):
 
 
 def test_the_picture_is_drawn_from_any_report(model, tmp_path):
-    pytest.importorskip("matplotlib", reason="the picture needs scripts/run.py install bench")
     whole, path = report(model, trials(model)), tmp_path / "all.png"
     draw(whole, path)
     assert path.read_bytes().startswith(b"\x89PNG")

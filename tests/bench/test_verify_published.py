@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("gguf", reason="tiny models are written with the package gguf")
-
 import tiny_gemma4
 import tiny_mixtures
 import verify_published

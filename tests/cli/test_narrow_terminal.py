@@ -29,7 +29,7 @@ def printed(arguments: list[str], home: Path, *, is_terminal: bool) -> str:
 
 @pytest.mark.parametrize(
     "typed",
-    ["show demo", "show qwen3-8b", "plan demo --memory 20MB"],
+    ["show qwen3-8b", "plan demo --memory 20MB"],
 )
 def test_lines_end_at_words(typed: str, tmp_path: Path) -> None:
     arguments = typed.split()

@@ -12,7 +12,6 @@ from edgespec.config.options import GenerateOptions
 from edgespec.config.sources import resolve
 from edgespec.errors import ConfigError
 
-pytest.importorskip("llguidance")
 pytestmark = pytest.mark.usefixtures("one_thread")
 SCHEMA = {
     "type": "object",

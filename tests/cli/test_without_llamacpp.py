@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.kernels.library import library_path
+from needs import NEEDS_KERNELS
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ("llama_cpp", "onnxruntime")
@@ -49,7 +49,7 @@ def test_gguf_names_the_command_in_one_line(arguments: list[str], monkeypatch: p
     assert line.endswith("demo-target-q8_0.gguf --to onnx")
 
 
-@pytest.mark.skipif(library_path() is None, reason="the kernels are not built: run.py test builds them")
+@NEEDS_KERNELS
 def test_a_gguf_answers_on_the_kernels():
     done = run("generate", str(ROOT / "models/demo/demo-target-q8_0.gguf"), "-p", "hello", "-n", "8", "--json")
     assert done.returncode == 0, done.stderr

@@ -300,3 +300,13 @@ def test_what_is_given_as_draft_must_be_what_the_drafter_needs(small_path: Path,
         edgespec.load("demo", engine="onnx", draft=head_path, drafter="eagle3", threads=TEST_THREADS)
     with pytest.raises(CapabilityError, match="needs an EAGLE-3 head"):
         edgespec.load(DEMO / "demo-target-q8_0.gguf", drafter="eagle3", threads=TEST_THREADS)
+
+
+def test_a_target_without_layer_inputs_is_refused(tmp_path: Path) -> None:
+    """Qwen 2 is a Llama with biases; llama.cpp's graph of it names no layers, and asking would end the process."""
+    path = write_model(tmp_path / "qwen2.gguf", TARGET)
+    with LlamaCppEngine.load(path, threads=TEST_THREADS, context_length=64, reproducible=False) as engine:
+        engine.read_layers_alone((0, 1))
+        engine._hidden_states._architecture = "qwen2"
+        with pytest.raises(CapabilityError, match="no layer inputs of qwen2 models"):
+            engine.read_layers_alone((0, 1))

@@ -18,12 +18,12 @@ from edgespec.control.prices import path_products
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.growth import MAX_ROW_COST, evidence_of
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.kernels.library import library_path
 from edgespec.reports import RoundRecord
 from edgespec.sampling.sampler import Sampler
 from edgespec.types import Logits
 from head_tables import KINDS, VOCABULARY, request, table
 from lossless import DEMO, PLAIN, PROMPTS, paths, side_branches
+from needs import NEEDS_KERNELS
 from tiny_heads import drafter_of, random_heads, table_heads
 
 HIDDEN, TOKENS = 64, 299  # of the tiny model
@@ -183,10 +183,9 @@ def test_nothing_follows_an_end_token_and_nothing_comes_of_no_state(tiny_engine:
 # -- the demo pair
 
 
+@NEEDS_KERNELS
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_kernels_score_trees(kind: str, target_path: Path) -> None:
-    if library_path() is None:
-        pytest.skip("the kernels are not built: scripts/run.py test builds them")
     records: list[RoundRecord] = []
     heads = DEMO.parent / "heads" / f"{kind}.npz"
     with edgespec.load(target_path, engine="onnx", heads=heads, drafter=kind, threads=TEST_THREADS) as model:

@@ -131,3 +131,16 @@ def test_memory_is_bounded_over_a_long_prompt() -> None:
     drafter.begin(text)
     drafter.draft(request(text))
     assert 0 < drafter.bytes_used <= 1000 * 800
+
+
+def test_without_its_rows_the_window_waits() -> None:
+    """A controller may cut the window off; the drafter then learns from the text alone."""
+    drafter = LookaheadDrafter()
+    text = np.array([0, 1, 2, 3, 4], np.int32)
+    draft = drafter.draft(request(text))
+    size = drafter._pool.size
+    drafter.observe(draft, Verdict((), 9))
+    assert drafter._pool.size == size
+    drafter.draft(request(text))
+    drafter.observe(draft.first(1), Verdict((), 9, (1, 2)))
+    assert drafter._pool.size == size

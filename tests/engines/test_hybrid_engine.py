@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 
@@ -19,15 +18,12 @@ from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint
 from edgespec.engines.onnx.hybrid_engine import LOG, HybridEngine
 from edgespec.engines.onnx.kernel_head import load_drafter
 from edgespec.errors import BatchError, Cancelled, CapabilityError, StateError
-from edgespec.installation import has_engine
-from edgespec.kernels.library import library_path
 from edgespec.types import Batch, Draft, Logits
 from hybrid_gguf import HybridShape, tensors_of, write_lfm2, write_qwen35
-from tiny_gguf import replace_metadata, write_model
+from needs import NEEDS_KERNELS, NEEDS_LLAMA
+from tiny_gguf import write_model
 
-pytestmark = pytest.mark.skipif(
-    library_path() is None, reason="the kernels are not built: scripts/run.py test builds them"
-)
+pytestmark = NEEDS_KERNELS
 PROMPT = "the cat sat on the mat, the cat sat on the"
 OPTIONS = GenerateOptions(max_tokens=48, ignore_eos=True, logprobs=True)
 
@@ -50,8 +46,8 @@ def engine(hybrid: Path) -> Iterator[HybridEngine]:
         yield found
 
 
-def write_lfm2_moe(path: Path) -> Path:
-    return write_lfm2(path, HybridShape(experts=(6, 3, 32)))
+def write_lfm2_moe(path: Path, metadata: dict[str, object]) -> Path:
+    return write_lfm2(path, HybridShape(experts=(6, 3, 32)), metadata=metadata)
 
 
 def ids_of(count: int, seed: int = 0) -> list[int]:
@@ -63,10 +59,9 @@ def chained(engine: HybridEngine, ids: list[int]) -> Logits:
     return engine.forward(Batch.chain(ids)).copy()
 
 
+@NEEDS_LLAMA
 def test_logits_are_those_of_llama_cpp(hybrid: Path, engine: HybridEngine) -> None:
     """Whose gated delta nets add up rows in blocks; both keep keys and values in half precision."""
-    if not has_engine("llamacpp"):
-        pytest.skip("compares with llama.cpp, which is not installed")
     ids = ids_of(100)
     with LlamaCppEngine.load(hybrid, context_length=400, threads=1) as theirs:
         wanted = theirs.forward(Batch.chain(ids)).copy()
@@ -241,27 +236,9 @@ def test_a_layer_that_predicts_further_tokens_changes_no_bit(tmp_path: Path) -> 
     ],
 )
 def test_what_the_kernels_lack_is_told(
-    tmp_path: Path, write: Callable[[Path], Path], change: dict[str, object], reason: str
+    tmp_path: Path, write: Callable[..., Path], change: dict[str, object], reason: str
 ) -> None:
-    path = changed(write(tmp_path / "model.gguf"), tmp_path / "other.gguf", change)
+    path = write(tmp_path / "model.gguf", metadata=change)
     with pytest.raises(CapabilityError) as told:
         opened(path)
     assert reason in str(told.value)
-
-
-def changed(path: Path, to: Path, metadata: dict[str, object]) -> Path:
-    """The same file with other metadata."""
-    reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(to, str(reader.fields["general.architecture"].contents()))
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
-            item = field.types[1] if len(field.types) > 1 else None
-            writer.add_key_value(name, field.contents(), field.types[0], item)
-    replace_metadata(writer, metadata)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, np.array(tensor.data).reshape(tensor.shape[::-1]))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return to

@@ -18,6 +18,7 @@ from demo import DEMO
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.base import Engine
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
+from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import ConfigError
 from edgespec.types import Batch
 from lossless import PROMPTS
@@ -77,8 +78,6 @@ def assert_set(engine: Engine, threads: int) -> None:
 
 
 def test_onnx_runtime_gives_the_same_bits_with_one_thread_and_two(onnx_path: Path) -> None:
-    from edgespec.engines.onnx import OnnxEngine
-
     found = []
     for threads in (1, 2):
         with OnnxEngine.load(onnx_path, context_length=800, threads=threads) as engine:
@@ -103,8 +102,6 @@ def test_texts_are_the_same_whatever_the_threads_do(drafter: str) -> None:
 
 
 def test_on_the_kernels_threads_that_sleep_give_the_same_bits_and_go_on_from_the_same_cache(target_path: Path) -> None:
-    from edgespec.engines.onnx import OnnxEngine
-
     with OnnxEngine.load(target_path, context_length=800, threads=2) as engine:
         if engine.facts.can_tree is False:
             pytest.skip("the kernels are not built")

@@ -6,13 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
-
-pytest.importorskip("gguf", reason="conversion needs the package gguf: scripts/run.py install export")
-pytest.importorskip("tokenizers", reason="the test folders need the package tokenizers")
-
-import gguf
 from gguf.gguf_reader import GGUFReader
 
 from edgespec.errors import ModelFileError

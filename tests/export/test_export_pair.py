@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
-
 from demo import DEMO, change_json, changed_copy
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, StateError, UsageError
 from edgespec.export import room
@@ -238,7 +236,6 @@ def test_a_broken_tokenizer_is_named(tmp_path, content):
 
 
 def test_a_tokenizer_that_loses_text_is_refused(tmp_path):
-    pytest.importorskip("tokenizers")
     check_round_trip(TARGET)
     folder = changed_copy(tmp_path / "hf")
     change_json(folder / "tokenizer.json", normalizer={"type": "Lowercase"})

@@ -358,7 +358,6 @@ def test_deep_json_is_no_call():
 
 
 def test_a_cut_call_is_text_and_the_limit_the_reason(client: TestClient) -> None:
-    pytest.importorskip("llguidance")
     schema = {"type": "object", "properties": {"note": {"type": "string", "minLength": 90}}, "required": ["note"]}
     tools = [{"type": "function", "function": {"name": "write", "parameters": schema}}]
     asked = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools, "tool_choice": "required"}

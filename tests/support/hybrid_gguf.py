@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -55,9 +56,13 @@ class HybridShape:
 
 
 def write_lfm2(
-    path: Path, shape: HybridShape = HybridShape(), *, tensors: Mapping[str, NDArray[np.float32]] | None = None
+    path: Path,
+    shape: HybridShape = HybridShape(),
+    *,
+    tensors: Mapping[str, NDArray[np.float32]] | None = None,
+    metadata: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a random LFM2: short convolutions and attention. `tensors` replace random ones."""
+    """Write a random LFM2: short convolutions and attention. `tensors` and `metadata` replace its own."""
     writer = _begin(path, shape.lfm2, shape, shape.layers)
     writer.add_head_count_kv([0 if shape.is_recurrent(n) else shape.kv_heads for n in range(shape.layers)])
     writer.add_uint32(f"{shape.lfm2}.shortconv.l_cache", CONV_KERNEL - 1)
@@ -83,7 +88,7 @@ def write_lfm2(
             }
         else:
             extents |= _attention(layer, shape, size, shape.heads * size, shape.heads * size)
-    return _finish(writer, path, extents, shape, tensors or {})
+    return _finish(writer, path, extents, shape, tensors or {}, metadata)
 
 
 def write_qwen35(
@@ -93,10 +98,12 @@ def write_qwen35(
     has_mtp: bool = False,
     tensors: Mapping[str, NDArray[np.float32]] | None = None,
     only_mtp: bool = False,
+    metadata: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a random Qwen3.5: gated delta nets, and attention in every fourth layer.
 
-    `has_mtp`: with a multi-token prediction layer; `only_mtp`: without all others; `tensors` replace random ones.
+    `has_mtp`: with a multi-token prediction layer; `only_mtp`: without all others; `tensors` and `metadata` replace its
+    own.
     """
     writer = _begin(path, shape.qwen35, shape, shape.layers + has_mtp)
     inner, size = shape.state_heads * shape.state_size, shape.head_size
@@ -148,7 +155,7 @@ def write_qwen35(
             }
         else:
             extents |= _attention(layer, shape, size, 2 * shape.heads * size, shape.heads * size)
-    return _finish(writer, path, extents, shape, tensors or {})
+    return _finish(writer, path, extents, shape, tensors or {}, metadata)
 
 
 def _begin(path: Path, architecture: str, shape: HybridShape, layers: int) -> gguf.GGUFWriter:
@@ -190,7 +197,12 @@ def _attention(layer: int, shape: HybridShape, size: int, queries: int, output: 
 
 
 def _finish(
-    writer: gguf.GGUFWriter, path: Path, extents: Extents, shape: HybridShape, given: Mapping[str, NDArray[np.float32]]
+    writer: gguf.GGUFWriter,
+    path: Path,
+    extents: Extents,
+    shape: HybridShape,
+    given: Mapping[str, NDArray[np.float32]],
+    metadata: Mapping[str, Any] | None,
 ) -> Path:
     tokens = write_vocabulary(writer, Shape(merges=shape.merges))
     rng = np.random.default_rng(shape.seed)
@@ -198,7 +210,7 @@ def _finish(
     sizes = {"token_embd.weight": (tokens, shape.width), **extents, **further}
     drawn = {name: given.get(name, _values(rng, name, size)) for name, size in sizes.items()}
     kind = gguf.GGMLQuantizationType.F32
-    return finish(writer, path, drawn, kind=lambda name: kind if "conv" in name else shape.weights)
+    return finish(writer, path, drawn, metadata, lambda name: kind if "conv" in name else shape.weights)
 
 
 def _values(rng: np.random.Generator, name: str, size: tuple[int, ...]) -> NDArray[np.float32]:

@@ -78,7 +78,8 @@ def probe_texts(count: int) -> list[str]:
 
 @pytest.mark.parametrize("parse_special", [True, False])
 def test_llama_cpp_and_tokenizers_give_the_same_ids(target: LlamaCppEngine, parse_special: bool):
-    tokenizers = pytest.importorskip("tokenizers", reason="the comparison needs the package tokenizers")
+    import tokenizers
+
     theirs = tokenizers.Tokenizer.from_file(str(DEMO / "hf" / "target" / "tokenizer.json"))
     theirs.encode_special_tokens = not parse_special
     different = [
@@ -132,8 +133,11 @@ def test_the_answer_is_task_dialogue_and_the_draft_agrees_with_it(target: LlamaC
     assert float((guesses == np.array(answer)).mean()) > 0.5
 
 
-def test_the_wheel_carries_the_pair(tmp_path: Path):
-    builders = pytest.importorskip("hatchling.builders.wheel", reason="building a wheel needs hatchling")
+def test_the_wheel_carries_the_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("KERNELS", "PAGE_LIBRARIES"):  # a compilation of a minute, which test_base_install has
+        monkeypatch.setenv(f"EDGESPEC_{name}", "none")
+    from hatchling.builders import wheel as builders
+
     wheel = next(builders.WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"]))
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()

@@ -17,7 +17,7 @@ transformers: Any = pytest.importorskip("transformers", reason="targets are read
 import distill as script  # noqa: E402
 from distill import Distiller, Plan, distill  # noqa: E402
 from tiny_training import write_target  # noqa: E402
-from trainlib.hub import Target  # noqa: E402
+from trainlib.hub import OwnText, Target, agreement  # noqa: E402
 
 SMALL: dict[str, Any] = {
     "layers": 1,
@@ -111,3 +111,19 @@ def test_documents_are_read_from_every_kind_of_file_and_bad_lines_named(tmp_path
             read_documents([tmp_path / "bad.jsonl"])
     with pytest.raises(ConfigError, match="at least two"):
         split_held_out(["one"], 4)
+
+
+def test_acceptance_is_what_a_plain_loop_finds(target: Target) -> None:
+    student = distiller(target).student.eval()
+    texts = [OwnText([0, 4, 8, 15, 16, 23, 42], 3), OwnText([0, 9, 9], 1), OwnText(list(range(20)), 12)]
+    hits, overlap, count = 0, 0.0, 0
+    with torch.no_grad():
+        for text in texts:
+            ids = torch.tensor([text.token_ids])
+            ours, theirs = (model(ids).logits[0].softmax(dim=-1) for model in (target.model, student))
+            for place in range(text.start, len(text.token_ids)):
+                hits += int(theirs[place - 1].argmax() == text.token_ids[place])
+                overlap += float(torch.minimum(ours[place - 1], theirs[place - 1]).sum())
+                count += 1
+    found = agreement(target.model, student, texts, 24)
+    assert found == (pytest.approx(hits / count), pytest.approx(overlap / count, rel=1e-5))

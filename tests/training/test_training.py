@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     import demo_family as family
     from trainlib import demo_network
     from trainlib import demo_texts as texts
-    from trainlib.demo_network import BatchSchedule, network_config, pretrain, split_documents
+    from trainlib.demo_network import BatchSchedule, DocumentSampler, network_config, pretrain, split_documents
 
 TINY = network_config(32, 48, layers=3, heads=2, kv_heads=1, head_dim=16, vocab_size=320)
 TEXTS = [
@@ -78,3 +78,12 @@ def test_the_stages_make_a_family(tmp_path: Path, corpus_folder: Path, monkeypat
 
     pair = read_pair(out)
     assert sorted(pair.files) == ["draft", "medium", "target"] and pair.banner
+
+
+def test_the_sampler_depends_on_its_position_alone() -> None:
+    documents = [np.arange(start, start + 50, dtype=np.int32) for start in range(0, 500, 50)]
+    one, other = DocumentSampler(documents, 3), DocumentSampler(documents, 3)
+    for _ in range(7):
+        batch = one.batch(2, 20)
+    other.position = one.position - 40
+    assert torch.equal(other.batch(2, 20), batch)
