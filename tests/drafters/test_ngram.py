@@ -112,3 +112,11 @@ def test_a_prompt_that_continues_the_last_text_is_new_from_its_end_on(later: Tok
     text.begin(later)
     assert text.grow(later) == start
     assert text.ids == later.tolist()
+
+
+def test_an_empty_prompt_frees_the_text_at_once() -> None:
+    text = FollowedText()
+    text.grow(array(1, 2))
+    text.begin(array())
+    assert text.bytes_used == 0
+    assert text.grow(array(1, 2)) == 0
