@@ -298,7 +298,7 @@ def test_its_memory_goes_back_to_the_system_each_time(private_home: Path):
         for _ in range(6):
             texts.append(text_of(url))
             used.append(resident_bytes(process))
-            until(lambda: resident_bytes(process) < used[-1] - (8 << 20), 20, process)
+            until(lambda: resident_bytes(process) < used[-1] - (8 << 20), process=process)
             assert not is_loaded(url)
         assert len(set(texts)) == 1
         assert used[-1] < used[2] + (8 << 20), used  # the first loads find room that others have left
