@@ -60,6 +60,7 @@ def kernels() -> ctypes.CDLL:
     i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
     for name, result, arguments in (
         ("choose_path", i32, (ctypes.c_char_p,)),
+        ("use_threads", None, (i32,)),
         ("packed_bytes", i64, (i32, i64, i64)),
         ("pack", i32, (i32, pointer, i64, i64, pointer)),
         ("narrow", i32, (i32, pointer, i64, i64, pointer)),

@@ -278,11 +278,11 @@ OrtStatus* ORT_CALL compute_delta(void* self, OrtKernelContext* context) {
     if (!scratch.get(size_t(pieces.size))) return error(kFail, "edgespec: out of memory");
   }
   TRY(divide(&s, "DeltaNet", s.parts));
-  TRY(run_all(context, s.count * channels < 32768, mix_row, s.count, &s));
+  run_all(s.count * channels < 32768, mix_row, s.count, &s);
   if (s.out_of_memory) return error(kFail, "edgespec: out of memory");
-  TRY(run_all(context, (s.count + s.num_parts) * s.inner * l.size < 100000, run_head, s.num_parts * l.value_heads, &s));
+  run_all((s.count + s.num_parts) * s.inner * l.size < 100000, run_head, s.num_parts * l.value_heads, &s);
   if (s.out_of_memory) return error(kFail, "edgespec: out of memory");
-  TRY(run_all(context, s.count * channels < 65536, log_row, s.count, &s));
+  run_all(s.count * channels < 65536, log_row, s.count, &s);
   settle(s);
   return nullptr;
 }
@@ -319,10 +319,10 @@ OrtStatus* ORT_CALL compute_short(void* self, OrtKernelContext* context) {
   }
   TRY(divide(&s, "ShortConv", s.parts));
   const bool is_small = s.count * width < 65536;
-  TRY(run_all(context, is_small, gate_row, s.count, &s));
-  TRY(run_all(context, is_small, short_row, s.count, &s));
+  run_all(is_small, gate_row, s.count, &s);
+  run_all(is_small, short_row, s.count, &s);
   if (s.out_of_memory) return error(kFail, "edgespec: out of memory");
-  TRY(run_all(context, is_small, log_row, s.count, &s));
+  run_all(is_small, log_row, s.count, &s);
   settle(s);
   return nullptr;
 }
