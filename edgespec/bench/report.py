@@ -1,26 +1,34 @@
 """The result of a benchmark: one JSON object with stable keys, and the table and reasons that are made from it.
 
-A speedup is computed per trial, from two consecutive runs, and reported as median and quartiles; the pooled speedup is
-the ratio of total tokens per total seconds. Units are seconds and bytes. None: unknown on this machine, or nothing to
+A speedup is computed per trial, from two consecutive runs, and reported as median and quartiles. Units are seconds and
+bytes. None: unknown on this machine, or nothing to
 divide by.
 """
 
 from __future__ import annotations
 
+import io
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from statistics import quantiles
 from typing import Any, Literal
+
+from rich.console import Console
 
 from edgespec import __version__
 from edgespec.bench.runner import Measurement, Trial
 from edgespec.config.options import GenerateOptions, Sampling
+from edgespec.errors import ConfigError
+from edgespec.platform.files import write_atomically
 from edgespec.reports import RoundRecord
 from edgespec.runtime import Model
 
-FORMAT = 2
+FORMAT = 3
 Report = dict[str, Any]
 Verdict = Literal["gains", "even", "loses", "unknown", "undrafted"]
 _NOTICEABLE = 0.02  # smaller relative differences count as equal, or those that plain decoding has from itself
@@ -113,10 +121,6 @@ class Summary:
         return Spread.of(self.speedups)
 
     @property
-    def pooled_speedup(self) -> float | None:
-        return _ratio(self.speculative.pooled_rate, self.standard.pooled_rate) if self.has_drafted else None
-
-    @property
     def whole_speedup(self) -> float | None:
         """Speedup of whole answers, prefill included."""
         return _ratio(self.speculative.whole_rate, self.standard.whole_rate) if self.has_drafted else None
@@ -151,7 +155,6 @@ class Summary:
             "num_trials": len(self.trials),
             "verdict": self.verdict,
             "speedup": self.speedup.to_json() if self.speedup else None,
-            "pooled_speedup": self.pooled_speedup,
             "whole_answer_speedup": self.whole_speedup,
             "noise": self.noise.to_json() if self.noise else None,
             "acceptance_rate": self.acceptance_rate,
@@ -204,7 +207,10 @@ def report_of(
         "num_trials": len(trials),
         "num_planned_trials": num_planned,
         "num_prompts": len(by_prompt),
-        "num_identical": sum(map(_is_identical, by_prompt.values())),
+        "num_identical": sum(
+            len({run.token_ids for trial in found for run in (trial.speculative, trial.standard)}) == 1
+            for found in by_prompt.values()
+        ),
         "total": total.to_json(),
         "domains": {name: Summary(found).to_json() for name, found in by_domain.items()},
         "accepted_lengths": accepted_lengths(records),
@@ -220,11 +226,6 @@ def draft_token_s(model: Model) -> dict[str, float]:
         for cost in costs.drafts.values():
             cost.scale(costs.curve.at(1))
     return {name: cost.token_s for name, cost in costs.drafts.items()}
-
-
-def _is_identical(trials: Sequence[Trial]) -> bool:
-    """Whether all runs have the same tokens."""
-    return len({run.token_ids for trial in trials for run in (trial.speculative, trial.standard)}) == 1
 
 
 def accepted_lengths(records: Iterable[RoundRecord]) -> dict[str, dict[str, int]]:
@@ -259,14 +260,22 @@ def table_lines(report: Report) -> Iterator[str]:
     )
     yield ""
     yield verdict_line(report)
-    yield from reason_lines(report)
+    if noise := report["total"]["noise"]:
+        yield (
+            f"noise: plain decoding, run twice, reached {noise['median']:.2f}x of itself (quartiles "
+            f"{noise['q1']:.2f}-{noise['q3']:.2f}): smaller differences say nothing"
+        )
+    yield equality(report)
+    times = report["total"]["speculative"]["time"]
+    names = {"prefill_s": "prefill", "draft_s": "drafting", "verify_s": "target passes", "overhead_s": "other"}
+    shares = (f"{text} {times[name] / (times['wall_s'] or 1.0):.0%}" for name, text in names.items())
+    yield f"time of speculation: {', '.join(shares)}"
 
 
 def cells(figures: Mapping[str, Any]) -> tuple[str, ...]:
     """The cells of a table row, without the name of the domain."""
     rates = (figures[side]["tokens_per_second"] for side in ("standard", "speculative"))
-    spread = figures["speedup"]
-    speedup = f"{spread['median']:.2f}x" if spread else UNKNOWN
+    spread, speedup = figures["speedup"], median_speedup(figures)
     if spread and figures["num_trials"] > 1:
         speedup += f" ({spread['q1']:.2f}-{spread['q3']:.2f})"
     return (
@@ -280,38 +289,27 @@ def cells(figures: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+def median_speedup(figures: Mapping[str, Any]) -> str:
+    return f"{figures['speedup']['median']:.2f}x" if figures["speedup"] else UNKNOWN
+
+
 def shown(value: float | None, form: str) -> str:
     return UNKNOWN if value is None else form.format(value)
 
 
 def verdict_line(report: Report) -> str:
     total, domains = report["total"], report["domains"]
-    pooled = shown(total["pooled_speedup"], "{:.2f}x")
+    median = median_speedup(total)
     says = {
-        "gains": f"speculation is faster: {pooled} the speed of plain decoding over all prompts",
-        "even": f"speculation makes no difference beyond noise: {pooled} over all prompts",
-        "loses": f"speculation is slower: {pooled} the speed of plain decoding over all prompts",
+        "gains": f"speculation is faster: {median} the speed of plain decoding, the median of all runs",
+        "even": f"speculation makes no difference beyond noise: {median}, the median of all runs",
+        "loses": f"speculation is slower: {median} the speed of plain decoding, the median of all runs",
         "undrafted": "nothing was drafted: both sides decoded plainly, so there is no ratio",
-        "unknown": f"too few runs for a verdict: {pooled} over all prompts; give more with --repeat",
+        "unknown": f"too few runs for a verdict: {median}; give more with --repeat",
     }[total["verdict"]]
     against = "gains" if total["verdict"] == "loses" else "loses"
-    others = [
-        f"{name} {shown(figures['pooled_speedup'], '{:.2f}x')}"
-        for name, figures in domains.items()
-        if figures["verdict"] == against
-    ]
+    others = [f"{name} {median_speedup(each)}" for name, each in domains.items() if each["verdict"] == against]
     return says + (f"; it {against} on {', '.join(others)}" if others and len(domains) > 1 else "")
-
-
-def reason_lines(report: Report) -> Iterator[str]:
-    """One line each: noise, equality of texts, time by phase."""
-    if noise := report["total"]["noise"]:
-        yield (
-            f"noise: plain decoding, run twice, reached {noise['median']:.2f}x of itself (quartiles "
-            f"{noise['q1']:.2f}-{noise['q3']:.2f}): smaller differences say nothing"
-        )
-    yield equality(report)
-    yield f"time of speculation: {_time_split(report['total']['speculative']['time'])}"
 
 
 def equality(report: Report) -> str:
@@ -322,19 +320,32 @@ def equality(report: Report) -> str:
     return f"texts: identical to plain decoding on {same} of {count} prompts; reproducible mode is off"
 
 
-def _time_split(times: Mapping[str, float]) -> str:
-    whole = times["wall_s"] or 1.0
-    names = {
-        "prefill_s": "prefill",
-        "draft_s": "drafting",
-        "verify_s": "target passes",
-        "overhead_s": "other",
-    }
-    return ", ".join(f"{text} {times[name] / whole:.0%}" for name, text in names.items())
-
-
 def row(cells: Sequence[str], widths: Sequence[int] = _WIDTHS) -> str:
     """The first column begins, the others end below each other."""
     first, *others = cells
     ends = (text.rjust(width) for text, width in zip(others, widths[1:], strict=True))
     return "  ".join((first.ljust(widths[0]), *ends)).rstrip()
+
+
+# -- as a picture
+
+
+def check_picture(option: str, path: Path) -> None:
+    """Before the work: raises ConfigError where no picture can be written at `path`."""
+    if path.suffix.lower() != ".svg":
+        raise ConfigError(f"{option} {path}: the picture is an SVG file, so the name must end in .svg")
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a folder: give a file name")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{option} {path}: its folder does not exist")
+
+
+@contextmanager
+def picture(path: Path, title: str, columns: int) -> Iterator[Console]:
+    """What is printed in the block becomes an SVG image. Raises StateError when `path` cannot be written."""
+    options: dict[str, Any] = {"record": True, "force_terminal": True, "color_system": "truecolor", "highlight": False}
+    canvas = Console(width=columns, file=io.StringIO(), **options)
+    yield canvas
+    drawn = canvas.export_svg(title=title, unique_id="edgespec")
+    # rich names a web font; a viewer's own monospaced one does, since every run of text carries its width
+    write_atomically(path, re.sub(r"@font-face\s*\{.*?\}\s*", "", drawn, flags=re.DOTALL))

@@ -55,10 +55,10 @@ class AnswerPrinter:
             begin()
             for event in answer:
                 self.push(event)
-                if interruption.happened:
+                if interruption.is_set():
                     break
         self.end_line()
-        return interruption.happened
+        return interruption.is_set()
 
     def push(self, event: TokenEvent) -> None:
         self.text += event.text

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import click
 
-from edgespec.cli import FilePath, aligned, printable, say
-from edgespec.cli.shell import models, names_here, names_known, run_command
+from edgespec.cli import FilePath, aligned, models, names_here, names_known, printable, run_command
 from edgespec.cli.terminal import note, runner, waiting
 from edgespec.config.options import LoadOptions
 from edgespec.config.values import as_size
@@ -77,7 +76,7 @@ def show(name: str) -> int:
     if entry is None:
         return _show_here(name)
     _show_entry(entry)
-    say(f"get it: edgespec pull {entry.name}")
+    click.echo(f"get it: edgespec pull {entry.name}")
     return 0
 
 
@@ -88,7 +87,7 @@ def show(name: str) -> int:
 def add(path: Path, name: str, draft: Path | None) -> int:
     """Give a GGUF or ONNX model a name. The file stays where it is; it is tried and its checksum is kept."""
     chosen = add_model(path, name, draft)
-    say(f"added: {run_command(chosen, resolve(chosen).files['target'])}")
+    click.echo(f"added: {run_command(chosen, resolve(chosen).files['target'])}")
     return 0
 
 
@@ -98,7 +97,7 @@ def rm(names: tuple[str, ...]) -> int:
     """Remove models from your models folder, unfinished downloads too. Files that were added stay where they are."""
     for name in names:
         freed = remove(name)
-        say(f"removed: {name}" + (f", {freed / 1e6:.1f} MB" if freed else "; its files stay where they are"))
+        click.echo(f"removed: {name}" + (f", {freed / 1e6:.1f} MB" if freed else "; its files stay where they are"))
     return 0
 
 
@@ -107,13 +106,13 @@ def _show_here(name: str) -> int:
     for file in pair.files.values():
         if file.is_gguf:
             check_gguf(file.path)
-    say(f"{pair.name}: {printable(pair.description) or 'on this machine'}")
+    click.echo(f"{pair.name}: {printable(pair.description) or 'on this machine'}")
     for line in aligned(card(LoadOptions(model=name), pair)):
-        say(f"  {printable(line)}")
+        click.echo(f"  {printable(line)}")
     for role, file in (*pair.files.items(), *((f"{kind} heads", file) for kind, file in pair.heads.items())):
         parts = f", {len(file.all_files)} files" if file.parts else ""
-        say(f"{role}: {file.path}, {file.all_bytes / 1e6:.1f} MB{parts}")
-    say(
+        click.echo(f"{role}: {file.path}, {file.all_bytes / 1e6:.1f} MB{parts}")
+    click.echo(
         f"run it: {run_command(name, pair.files['target'])}"
         + ("" if drafted_from(pair) else f"; drafts for it: edgespec drafts {quoted(name)}")
     )
@@ -153,19 +152,19 @@ def card(options: LoadOptions, pair: ModelPair) -> list[tuple[str, str]]:
 
 
 def _show_entry(entry: Entry) -> None:
-    say(f"{entry.name}: {entry.description}, {entry.parameters / 1e9:.3g} billion weights")
-    say(f"source: {entry.repo}, {entry.quant} (licence: {entry.licence}; tokenizer family: {entry.family})")
+    click.echo(f"{entry.name}: {entry.description}, {entry.parameters / 1e9:.3g} billion weights")
+    click.echo(f"source: {entry.repo}, {entry.quant} (licence: {entry.licence}; tokenizer family: {entry.family})")
     if entry.draft:
-        say(f"draft: {entry.draft}, {entries()[entry.draft].description}")
+        click.echo(f"draft: {entry.draft}, {entries()[entry.draft].description}")
     for head in entry.heads:
         how = "get it with" if head.gguf else "convert it with"
-        say(
+        click.echo(
             f"{head.kind} head: {head.repo} (licence: {head.licence or 'not known'}), {how}: {head.command(entry.name)}"
         )
     if entry.advice:
-        say(f"advice: {entry.advice}")
-    say(f"verified: {entry.verified or 'no; nobody has tried this entry with edgespec yet'}")
-    say(f"size: {_fit_of(entry_bytes(entry), has_draft=bool(entry.draft), is_guess=not entry.known_bytes)}")
+        click.echo(f"advice: {entry.advice}")
+    click.echo(f"verified: {entry.verified or 'no; nobody has tried this entry with edgespec yet'}")
+    click.echo(f"size: {_fit_of(entry_bytes(entry), has_draft=bool(entry.draft), is_guess=not entry.known_bytes)}")
 
 
 def _fit_of(num_bytes: int, *, has_draft: bool, is_guess: bool = False) -> str:
@@ -187,13 +186,13 @@ def _size(each: Listed) -> str:
 def drafts(target: str, as_json: bool) -> int:
     """Rank draft models and heads for TARGET: those on this machine and those to pull.
 
-    Compares vocabularies, heads and targets as loading does, sizes and memory; bench measures what a draft gains. The
-    last line is the command to run. TARGET is a name, a file or a folder.
+    Compares vocabularies, heads and targets as loading does, sizes and memory. What a draft gains is a guess from its
+    size and its kind: bench measures it. The last line is the command to run. TARGET is a name, a file or a folder.
     """
     with waiting("comparing vocabularies"):
         aim = find_aim(target)
         found = rank(aim)
-    best = next((each for each in found if each.is_same and not each.why_not), None)
+    best = next((each for each in found if each.is_worth_it), None)
     commands = _commands(aim, target, best)
     if as_json:
         listed = [dataclasses.asdict(each) | {"path": each.path and str(each.path)} for each in found]
@@ -225,9 +224,15 @@ def _sentence(each: Candidate, aim: Aim) -> str:
     path = each.path
     is_below = path is not None and str(path) == each.name and path.is_relative_to(Path.cwd())
     name = str(path.relative_to(Path.cwd())) if path is not None and is_below else each.name
-    size = f"{each.bytes / 1e6:.0f} MB, {each.bytes / aim.bytes:.0%} of the target" if each.bytes else "size not known"
+    size = f"{each.bytes / 1e6:.0f} MB" if each.bytes else "size not known"
     said = [f"{name}: {size}", "here" if path else "to pull"]
     if each.why_not:
         return f"{', '.join(said)}; cannot draft: {', '.join(filter(None, (each.vocabulary, each.why_not)))}"
     said += ["with llama.cpp"] if each.leaves_kernels else []
-    return f"{', '.join(said)}; {each.vocabulary if each.is_head else f'vocabulary: {each.vocabulary}'}"
+    if not each.bytes:
+        return f"{', '.join(said)}; {each.vocabulary}"
+    gain = (
+        f"a token takes about {each.cost:.0%} of the target's, so up to {each.gain:.1f} times plain decoding if "
+        f"{each.right:.0%} of its tokens are right"
+    )
+    return f"{', '.join(said)}; {gain}; {each.vocabulary if each.is_head else f'vocabulary: {each.vocabulary}'}"

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import click
-
 from edgespec.cli import has_escapes
 from edgespec.cli.terminal import counted, note
 from edgespec.errors import ConfigError, PromptError
@@ -108,15 +106,8 @@ def _terminal_reader(commands: Sequence[str]) -> ReadLine:
 
 
 def _plain_reader() -> ReadLine:
-    asks = sys.stdin.isatty()
-
     def read(prompt: str) -> str:
-        if asks:
-            click.echo(prompt, nl=False, err=True)
-        line = sys.stdin.buffer.readline()
-        if not line:
-            if asks:
-                click.echo(err=True)
+        if not (line := sys.stdin.buffer.readline()):
             raise EOFError
         try:
             return line.decode().rstrip("\r\n")

@@ -151,13 +151,17 @@ def cache_bytes(kind: str, head_sizes: Sequence[int], slots: int, chunks: int) -
 
 
 class StateSizes(NamedTuple):
-    """Of a layer: inputs of its convolution, inputs that a result sees, heads; 0 heads: the convolution alone."""
+    """Of a layer: inputs of its convolution, inputs that a result sees, heads, numbers of a key and of a value.
+
+    0 heads: the convolution alone.
+    """
 
     channels: int
     taps: int
     key_heads: int = 0
     value_heads: int = 0
     head_size: int = 0
+    value_size: int = 0
 
 
 def states_bytes(layers: Sequence[StateSizes], slots: int, log: int) -> int | None:

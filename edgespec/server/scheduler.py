@@ -84,7 +84,7 @@ class Ticket:
         self._failure: Exception | None = None
         self._is_over = False
         self._has_begun = False
-        self._is_read_whole = False
+        self.is_read_whole = False  # its events are wanted when the generation has ended, all at once
         self.submitted_s = monotonic()
 
     @property
@@ -116,10 +116,6 @@ class Ticket:
         self.generation.cancel()
         self._forget(self)
 
-    def read_whole(self) -> None:
-        """Its events are wanted when the generation has ended, all at once."""
-        self._is_read_whole = True
-
     def take_progress(self) -> PromptProgress | None:
         """How much of the prompt is read, where that is to be told and has changed since the last call."""
         with self._lock:
@@ -141,7 +137,7 @@ class Ticket:
         with self._lock:
             self._events.append(event)
             is_first = len(self._events) == 1  # else the reader is being woken and has not come yet
-        return is_first and not self._is_read_whole
+        return is_first and not self.is_read_whole
 
     def end(self, failure: Exception | None = None) -> None:
         with self._lock:
@@ -182,14 +178,6 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
-    def admit(self) -> None:
-        """Raises HttpError 429 where as many requests are being prepared as may be waited for, 503 at a stop."""
-        if self.num_preparing >= self.max_queued + self.model.options.sequences:
-            self.metrics.refused += 1
-            raise queue_full(self.num_preparing)
-        if self._is_stopping:
-            raise stopping()
-
     async def prepare(self, function: Callable[..., Returned], *args: Any) -> Returned:
         """Call what checks and encodes a request, in a thread of its own: one that takes long holds up nobody else.
 
@@ -214,41 +202,39 @@ class Scheduler:
 
         Raises HttpError 429 if the queue is full, 503 while the server stops, and the errors of `Model.stream`.
         """
-        self._check_room(len(jobs))  # before the work of preparing them
         drafted = [Counter[str]() for _ in jobs]
-        generations = await self.prepare(self._generations, jobs, drafted)
+        generations = await self.prepare(
+            lambda: [
+                self.model.stream(job.prompt_ids, job.sampling, job.options, partial(self._count_round, counts))
+                for job, counts in zip(jobs, drafted, strict=True)
+            ]
+        )
         loop = asyncio.get_running_loop()
         tickets = [
             Ticket(generation, job, loop, self.forget, counts)
             for generation, job, counts in zip(generations, jobs, drafted, strict=True)
         ]
         with self._changed:
-            self._check_room(len(jobs))
+            self.admit(len(jobs))
             self._waiting.extend(tickets)
             self._changed.notify()
         return tickets
-
-    def _generations(self, jobs: Sequence[Job], drafted: Sequence[Counter[str]]) -> list[Generation]:
-        return [
-            self.model.stream(job.prompt_ids, job.sampling, job.options, partial(self._count_round, counts))
-            for job, counts in zip(jobs, drafted, strict=True)
-        ]
 
     def _count_round(self, drafted: Counter[str], record: RoundRecord) -> None:
         self.metrics.count_round(record)
         if record.drafted_tokens:
             drafted[record.drafter or ""] += record.drafted_tokens
 
-    def _check_room(self, num_jobs: int) -> None:
+    def admit(self, num_jobs: int = 1) -> None:
+        """Raises HttpError 429 where as many requests are prepared, wait and run as may at once, 503 at a stop."""
         if self._is_stopping:
             raise stopping()
         most = self.max_queued + self.model.options.sequences
-        room = most - self.num_running - self.num_waiting
         if num_jobs > most:
             raise HttpError(400, f"{num_jobs} answers at once; this server takes at most {most}", param="n")
-        if num_jobs > room:
+        if num_jobs > most - self.num_running - self.num_waiting - self.num_preparing:
             self.metrics.refused += 1
-            raise queue_full(self.num_waiting)
+            raise queue_full(self.num_waiting + self.num_preparing)
 
     def forget(self, ticket: Ticket) -> None:
         """Take a cancelled ticket out of the queue, if it still waits."""

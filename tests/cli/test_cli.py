@@ -196,12 +196,6 @@ def test_a_prompt_that_is_no_text(pair):
     refusal(result, "--stop, from the command line, is not UTF-8 text: invalid byte behind 3 characters")
 
 
-def test_what_a_budget_gave_up_is_said_where_the_prompt_does_not_fit(pair):
-    result = run("generate", *pair, "--engine", "llamacpp", "--memory", "84MiB", "-p", "many words " * 4000)
-    refusal(result, "tokens but the context holds only")
-    assert "note: memory: " in result.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -153,7 +153,7 @@ def test_unset_takes_a_setting_back(model):
     shown = said.splitlines()
     assert any(re.fullmatch(r"temp +0\.8 *", line) for line in shown)
     assert not any(line.startswith(("json-schema  ", "stop  ", "system  ")) for line in shown)
-    assert any(re.fullmatch(r"seed +\d+ +this chat *", line) for line in shown)
+    assert any(re.fullmatch(r"seed +\d+ +chosen at random *", line) for line in shown)
     assert any(re.fullmatch(r"drafter +auto *", line) for line in shown)
 
 

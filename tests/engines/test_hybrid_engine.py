@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
@@ -18,17 +19,20 @@ from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint
 from edgespec.engines.onnx.hybrid_engine import LOG, HybridEngine
 from edgespec.engines.onnx.kernel_head import load_drafter
 from edgespec.errors import BatchError, Cancelled, CapabilityError, StateError
+from edgespec.installation import has_engine
+from edgespec.kernels.library import library_path
 from edgespec.types import Batch, Draft, Logits
-from hybrid_gguf import HybridShape, tensors_of, write_lfm2, write_qwen35
-from needs import NEEDS_KERNELS, NEEDS_LLAMA
-from tiny_gguf import write_model
+from hybrid_gguf import HybridShape, tensors_of, write_granite, write_lfm2, write_qwen35
+from tiny_gguf import replace_metadata, write_model
 
-pytestmark = NEEDS_KERNELS
+pytestmark = pytest.mark.skipif(
+    library_path() is None, reason="the kernels are not built: scripts/run.py test builds them"
+)
 PROMPT = "the cat sat on the mat, the cat sat on the"
 OPTIONS = GenerateOptions(max_tokens=48, ignore_eos=True, logprobs=True)
 
 
-@pytest.fixture(scope="module", params=["qwen35", "qwen35moe", "lfm2", "lfm2moe"])
+@pytest.fixture(scope="module", params=["qwen35", "qwen35moe", "lfm2", "lfm2moe", "granitehybrid"])
 def hybrid(request: pytest.FixtureRequest) -> Path:
     path: Path = request.getfixturevalue(f"{request.param}_path")
     return path
@@ -46,8 +50,8 @@ def engine(hybrid: Path) -> Iterator[HybridEngine]:
         yield found
 
 
-def write_lfm2_moe(path: Path, metadata: dict[str, object]) -> Path:
-    return write_lfm2(path, HybridShape(experts=(6, 3, 32)), metadata=metadata)
+def write_lfm2_moe(path: Path) -> Path:
+    return write_lfm2(path, HybridShape(experts=(6, 3, 32)))
 
 
 def ids_of(count: int, seed: int = 0) -> list[int]:
@@ -59,13 +63,49 @@ def chained(engine: HybridEngine, ids: list[int]) -> Logits:
     return engine.forward(Batch.chain(ids)).copy()
 
 
-@NEEDS_LLAMA
 def test_logits_are_those_of_llama_cpp(hybrid: Path, engine: HybridEngine) -> None:
     """Whose gated delta nets add up rows in blocks; both keep keys and values in half precision."""
+    if not has_engine("llamacpp"):
+        pytest.skip("compares with llama.cpp, which is not installed")
     ids = ids_of(100)
     with LlamaCppEngine.load(hybrid, context_length=400, threads=1) as theirs:
         wanted = theirs.forward(Batch.chain(ids)).copy()
     assert np.abs(chained(engine, ids) - wanted).max() < 5e-3 * wanted.std()
+
+
+@pytest.mark.parametrize("write", [write_qwen35, write_lfm2, write_granite])
+def test_with_weights_of_4_bits_logits_are_near_those_of_llama_cpp(write: Callable[..., Path], tmp_path: Path) -> None:
+    """Both round activations, each in its way."""
+    if not has_engine("llamacpp"):
+        pytest.skip("compares with llama.cpp, which is not installed")
+    path = write(tmp_path / "four.gguf", HybridShape(weights=gguf.GGMLQuantizationType.Q4_0))
+    with opened(path) as ours, LlamaCppEngine.load(path, context_length=400, threads=1) as theirs:
+        found, wanted = chained(ours, ids_of(100)), theirs.forward(Batch.chain(ids_of(100))).copy()
+    assert np.sqrt(np.square(found - wanted).mean()) < 0.04 * wanted.std()
+
+
+@pytest.mark.parametrize("kind", ["qwen35", "qwen35moe", "lfm2", "lfm2moe", "granitehybrid", "granitehybridmoe"])
+def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="this comparison needs torch: scripts/run.py install export")
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "Qwen3_5ForCausalLM"):
+        pytest.skip("this release of transformers has no Qwen3.5")
+    from hub_hybrids import make_hybrid
+
+    shape = HybridShape(head_size=32 if kind.startswith("qwen35") else 16, rotated=16, state_heads=6, key_heads=2)
+    if kind == "qwen35moe":
+        shape = replace(shape, experts=(6, 2, 32), is_joined=True)
+    if kind.startswith("granite"):  # twice as many values as the model is wide
+        shape = replace(shape, state_heads=4)
+    if kind in ("lfm2moe", "granitehybridmoe"):
+        shape = replace(shape, experts=(6, 3, 32))
+    model, ids = make_hybrid(kind, tmp_path / "model.gguf", shape), ids_of(100)
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids])).logits[0].numpy()
+    with opened(tmp_path / "model.gguf") as engine:
+        found = chained(engine, ids)
+    assert np.linalg.norm(found - wanted) < 1e-4 * np.linalg.norm(wanted)
+    assert np.abs(found - wanted).max() < 1e-3 * wanted.std()
 
 
 @pytest.mark.parametrize("base", [0, 1, 2, 40])
@@ -181,14 +221,15 @@ def test_drafts_change_no_bit(hybrid: Path, tmp_path: Path, temperature: float) 
     draft = write_model(tmp_path / "draft.gguf")
     with edgespec.load(hybrid, draft=draft, threads=1) as model:
         assert model.target.facts.name == "onnx" and model.target.facts.pinned_class
-        sampling, rejected = Sampling(temperature=temperature, seed=1), 0
-        plain = model.generate(PROMPT, sampling, replace(OPTIONS, drafter="none"))
-        for drafter in ("ngram", "suffix", "model", "tree", "lookahead", "auto"):
-            for length in (1, 5, 31):
-                found = model.generate(PROMPT, sampling, replace(OPTIONS, drafter=drafter, draft_length=length))
-                assert (found.token_ids, found.logprobs) == (plain.token_ids, plain.logprobs), (drafter, length)
-                rejected += found.stats.drafted_tokens - found.stats.accepted_tokens
-        assert rejected > 100
+        for seed in range(2):
+            sampling, rejected = Sampling(temperature=temperature, seed=seed), 0
+            plain = model.generate(PROMPT, sampling, replace(OPTIONS, drafter="none"))
+            for drafter in ("ngram", "suffix", "model", "tree", "lookahead", "auto"):
+                for length in (1, 5, 31):
+                    found = model.generate(PROMPT, sampling, replace(OPTIONS, drafter=drafter, draft_length=length))
+                    assert (found.token_ids, found.logprobs) == (plain.token_ids, plain.logprobs), (drafter, length)
+                    rejected += found.stats.drafted_tokens - found.stats.accepted_tokens
+            assert rejected > 100
 
 
 def test_the_states_have_the_planned_size(hybrid: Path, engine: HybridEngine) -> None:
@@ -229,6 +270,9 @@ def test_a_layer_that_predicts_further_tokens_changes_no_bit(tmp_path: Path) -> 
         (write_qwen35, {"qwen35.full_attention_interval": 5}, "its layers are all of one kind"),
         (write_qwen35, {"qwen35.rope.dimension_count": 18}, "rope.dimension_count 18 is odd, or above"),
         (write_qwen35, {"qwen35.attn_logit_softcapping": 5.0}, "attn_logit_softcapping = 5.0 is not known"),
+        (write_granite, {"granitehybrid.ssm.group_count": 2}, "16 numbers of a key in 2 groups; the kernels have"),
+        (write_granite, {"granitehybrid.ssm.inner_size": 96}, "4 heads, 96 values and"),
+        (write_granite, {"granitehybrid.ssm.inner_size": 64}, "needs the tensor 'blk.0.ssm_in.weight' of (64, 164)"),
         (write_lfm2, {"lfm2.attention.head_count_kv": [0, 0, 0]}, "(0, 0, 0) heads of keys"),
         (write_lfm2, {"lfm2.attention.head_count_kv": [0, 2, 0, 1]}, "(0, 2, 0, 1) heads of keys"),
         (write_lfm2_moe, {"lfm2moe.expert_gating_func": 1}, "expert_gating_func is not 2, a sigmoid"),
@@ -236,9 +280,27 @@ def test_a_layer_that_predicts_further_tokens_changes_no_bit(tmp_path: Path) -> 
     ],
 )
 def test_what_the_kernels_lack_is_told(
-    tmp_path: Path, write: Callable[..., Path], change: dict[str, object], reason: str
+    tmp_path: Path, write: Callable[[Path], Path], change: dict[str, object], reason: str
 ) -> None:
-    path = write(tmp_path / "model.gguf", metadata=change)
+    path = changed(write(tmp_path / "model.gguf"), tmp_path / "other.gguf", change)
     with pytest.raises(CapabilityError) as told:
         opened(path)
     assert reason in str(told.value)
+
+
+def changed(path: Path, to: Path, metadata: dict[str, object]) -> Path:
+    """The same file with other metadata."""
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(to, str(reader.fields["general.architecture"].contents()))
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            item = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], item)
+    replace_metadata(writer, metadata)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data).reshape(tensor.shape[::-1]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to

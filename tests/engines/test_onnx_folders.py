@@ -132,7 +132,7 @@ FAULTS: list[tuple[str, Callable[[Path], Any]]] = [
     ("not a usable model: .* must have the same shape", lambda folder: changed_graph(folder, with_flat_tables)),
     ("tokenizer.json", lambda folder: (folder / "tokenizer.json").unlink()),
     ("tokenizer.json", written("tokenizer.json", '{"model": ')),
-    ("added tokens|not a usable tokenizer", lambda f: changed_json(f, "tokenizer.json", lambda t: t | WRONG_TOKENS)),
+    ("added tokens|no usable tokenizer", lambda f: changed_json(f, "tokenizer.json", lambda t: t | WRONG_TOKENS)),
     ("tokenizer_config.json", written("tokenizer_config.json", "[]")),
     ("config.json", lambda folder: [each.unlink() for each in folder.glob("*config.json")]),
     ("config.json", written("config.json", "{")),

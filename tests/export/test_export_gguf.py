@@ -20,7 +20,7 @@ from edgespec.installation import install_command
     [
         (lambda f: (f / "config.json").unlink(), r"config\.json is missing"),
         (lambda f: (f / "config.json").write_text("{"), r"config\.json cannot be read as JSON"),
-        (lambda f: (f / "config.json").write_text("[]"), r"holds a list, an object was expected"),
+        (lambda f: (f / "config.json").write_text("[]"), r"holds \[\], an object was expected"),
         (lambda f: change_json(f / "config.json", rms_norm_eps="x"), "config.json has an impossible setting: .*'x'"),
         (lambda f: change_json(f / "config.json", rms_norm_eps=1e99), "a setting that GGUF cannot hold"),
         (

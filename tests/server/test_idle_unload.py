@@ -28,7 +28,7 @@ class Host(Served):
 
     def __init__(self, idle_s: float | None = None) -> None:
         super().__init__(GGUF, Service(GGUF, idle_unload_s=idle_s))
-        self.service.residence.begin(self)
+        self.service.begin(self)
         self.load()
         self.client = TestClient(create_app(Services(self.service)), base_url=BASE_URL)
 
@@ -151,7 +151,7 @@ async def test_a_stop_during_a_load_ends_it(host: Host):
     await late.task
     assert late.sent[0]["status"] == 503
     host.service.close()  # does not wait for the load
-    assert host.service.residence.is_loading
+    assert host.service.is_loading
     host.gate.set()
     until(lambda: len(host.opened) == 2 and host.is_closed)
 

@@ -83,7 +83,7 @@ class Host:
         for name in names:
             service = Service(name, limits, metrics, aliases=aliases.get(name, ()), places=places, **settings)
             self.models[name] = Served(name, service)
-            service.residence.begin(self.models[name])
+            service.begin(self.models[name])
         self.services = Services(*(each.service for each in self.models.values()))
         self.models[names[0]].load()
         self.app = create_app(self.services)

@@ -129,5 +129,7 @@ def running_bytes(states: tuple[StateSizes, ...], sequences: int) -> int:
     """Memory of the running states of so many sequences, with their checkpoints and a copy during a wide pass."""
     if not states:
         return 0
-    copied = sum(4 * (each.value_heads * each.head_size**2 + (each.taps - 1) * each.channels) for each in states)
+    copied = sum(
+        4 * (each.value_heads * each.head_size * each.value_size + (each.taps - 1) * each.channels) for each in states
+    )
     return (states_bytes(states, sequences, LOG) or 0) + sequences * (MOST_CHECKPOINTS + 1) * copied

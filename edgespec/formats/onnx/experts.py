@@ -1,8 +1,9 @@
 """Models with routed experts: each token's feed-forward is the weighted sum of a few of many (Shazeer et al., 2017).
 
 A router's logits choose them and, by a softmax over the chosen, weigh them: as in Qwen3 MoE, gpt-oss and Gemma 4. In
-Qwen3.5 MoE one more expert, which all tokens share, is weighed by the sigmoid of a logit of its own. In LFM2 MoE each
-expert is weighed by the sigmoid of its logit, its choice also by a preference, and the first layers have no experts.
+Qwen3.5 MoE one more expert, which all tokens share, is weighed by the sigmoid of a logit of its own, in Granite 4 H it
+is added as it is. In LFM2 MoE each expert is weighed by the sigmoid of its logit, its choice also by a preference, and
+the first layers have no experts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ class ExpertsGraph(KernelGraph):
             return
         state = self._norm(f"layers.{layer}/post_attention_layernorm")
         shared = self._dense(layer, state) if experts.has_shared else ""
-        self._delta = self._experts(layer, experts, state, state, shared=shared)
+        self._delta = self._experts(layer, experts, state, state, shared=shared if experts.gates_shared else "")
+        if shared and not experts.gates_shared:
+            name = f"/model/layers.{layer}/mlp/Add"
+            self._nodes.add("Add", [self._delta, shared], [f"{name}/output_0"], name)
+            self._delta = f"{name}/output_0"
         self._after(layer, "post_feedforward")
 
     def _experts(

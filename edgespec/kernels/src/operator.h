@@ -165,6 +165,6 @@ struct Operator : OrtCustomOp {
     variadic_input_same = variadic_output_same = [](const OrtCustomOp*) { return 0; };
   }
 };
-extern const Operator kAttentionOperators[2], kRecurrentOperators[2], kExpertsOperator;
+extern const Operator kAttentionOperators[2], kRecurrentOperators[3], kExpertsOperator;
 
 }  // namespace edgespec
