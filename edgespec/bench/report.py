@@ -12,7 +12,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import quantiles
@@ -53,9 +53,6 @@ class Spread:
         low, middle, high = quantiles(values, n=4, method="inclusive")
         return Spread(middle, low, high)
 
-    def to_json(self) -> dict[str, float]:
-        return {"median": self.median, "q1": self.q1, "q3": self.q3}
-
 
 class Side:
     """All runs of one decoding mode."""
@@ -86,7 +83,7 @@ class Side:
     def to_json(self) -> dict[str, Any]:
         spread = self.tokens_per_second
         return {
-            "tokens_per_second": spread.to_json() if spread else None,
+            "tokens_per_second": spread and asdict(spread),
             "pooled_tokens_per_second": self.pooled_rate or None,
             "num_tokens": int(self.total("new_tokens")),
             "time": {name: self.total(name) for name in (*_TIMES, "wall_s")},
@@ -154,9 +151,9 @@ class Summary:
         return {
             "num_trials": len(self.trials),
             "verdict": self.verdict,
-            "speedup": self.speedup.to_json() if self.speedup else None,
+            "speedup": self.speedup and asdict(self.speedup),
             "whole_answer_speedup": self.whole_speedup,
-            "noise": self.noise.to_json() if self.noise else None,
+            "noise": self.noise and asdict(self.noise),
             "acceptance_rate": self.acceptance_rate,
             "mean_accepted_length": self.mean_accepted_length,
             "standard": self.standard.to_json(),
@@ -167,25 +164,15 @@ class Summary:
 def describe(model: Model, sampling: Sampling, options: GenerateOptions) -> dict[str, Any]:
     """All settings that affect the result, as JSON."""
     facts = model.target.facts
-    return {
-        "model": model.pair.name,
-        "engine": facts.name,
-        "device": facts.device,
-        "threads": facts.threads,
-        "context_length": facts.context_length,
-        "drafter": model.drafter_name,
-        "draft_length": model.options.draft_length,
-        "max_slowdown": model.options.max_slowdown,
-        "verify": model.options.verify,
-        "reproducible": model.reproducible,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "seed": sampling.seed,
-        "max_tokens": options.max_tokens,
-        "ignore_eos": options.ignore_eos,
-    }
+    settings: tuple[tuple[object, tuple[str, ...]], ...] = (
+        (facts, ("device", "threads", "context_length")),
+        (model.options, ("drafter", "draft_length", "max_slowdown", "verify")),
+        (model, ("reproducible",)),
+        (sampling, ("temperature", "top_k", "top_p", "min_p", "seed")),
+        (options, ("max_tokens", "ignore_eos")),
+    )
+    found = {name: getattr(owner, name) for owner, names in settings for name in names}
+    return {"model": model.pair.name, "engine": facts.name} | found
 
 
 def report_of(

@@ -208,16 +208,10 @@ _MOST_REFERENCES = 16
 _CHOICES = ("anyOf", "oneOf", "allOf")
 
 
-def schema_of(key: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of an argument, references followed; empty where there is none."""
-    properties = parameters.get("properties")
-    return resolved(properties.get(key), parameters) if isinstance(properties, dict) else {}
-
-
-def named_of(parameters: Mapping[str, Any]) -> set[str]:
-    """The names of the arguments that a call may have, as far as they are given."""
+def properties_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The schemas of the arguments that a call may have, as far as they are given."""
     found = parameters.get("properties")
-    return set(found) if isinstance(found, dict) else set()
+    return found if isinstance(found, dict) else {}
 
 
 def required_of(parameters: Mapping[str, Any]) -> list[Any]:
@@ -261,7 +255,7 @@ def as_typed(text: str, key: str, parameters: Mapping[str, Any]) -> str:
 
     Where the schema allows texts, only JSON of another type that it names is none; without a type it may be anything.
     """
-    kinds = kinds_of(schema_of(key, parameters), parameters)
+    kinds = kinds_of(properties_of(parameters).get(key), parameters)
     try:
         if "string" not in kinds:
             return as_json(text.strip())

@@ -22,7 +22,7 @@ from edgespec.chat.arguments import (
     behind_blanks,
     dumped,
     loaded,
-    named_of,
+    properties_of,
     required_of,
 )
 from edgespec.chat.marks import begun
@@ -224,7 +224,7 @@ class ToolParser:
         members = dict[str, str]()
         while (opened := self.form.argument_read[0].match(text, at)) is not None:
             key, begin = opened["key"].strip(), opened.end()
-            others = named_of(parameters) - {key} - {loaded(each) for each in members}
+            others = properties_of(parameters).keys() - {key} - {loaded(each) for each in members}
             end, at = self._end_of_value(text, begin, others, is_end=is_end)
             if end < 0:
                 raise ValueError("no end of a value")

@@ -89,7 +89,7 @@ def files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[C
     return [CompletionItem(incomplete, type="file")]
 
 
-def models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def file_or_name(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """A model on this machine, or a file. The file comes first: bash forgets what stands before it."""
     return files(ctx, param, incomplete) + names_here(ctx, param, incomplete)
 

@@ -155,8 +155,8 @@ def _fetched() -> str | None:
     entry = entries()[FIRST]
     size = entry.guessed_bytes() / 1e6
     offer = (
-        f"No model named. {entry.description} (about {size:.0f} MB, {entry.licence}) is small and talks about "
-        "anything; without it, the demo answers, which knows restaurants, travel and the like."
+        f"No model named. {entry.description} (about {size:.0f} MB, {entry.licence}) is small: it talks about "
+        "anything and knows little; without it, the demo answers, which knows restaurants, travel and the like."
     )
     click.echo(click.wrap_text(offer, shutil.get_terminal_size().columns), err=True)
     if not click.confirm(f"Get {FIRST}?", default=True, err=True):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from edgespec.cli import FilePath, aligned, models, names_here, names_known, printable, run_command
+from edgespec.cli import FilePath, aligned, file_or_name, names_here, names_known, printable, run_command
 from edgespec.cli.terminal import note, runner, waiting
 from edgespec.config.options import LoadOptions
 from edgespec.config.values import as_size
@@ -181,7 +181,7 @@ def _size(each: Listed) -> str:
 
 
 @click.command("drafts", short_help="Rank the draft models and heads for a target.")
-@click.argument("target", metavar="TARGET", shell_complete=models)
+@click.argument("target", metavar="TARGET", shell_complete=file_or_name)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object")
 def drafts(target: str, as_json: bool) -> int:
     """Rank draft models and heads for TARGET: those on this machine and those to pull.

@@ -110,7 +110,8 @@ def _print_text(session: Session, prompt_ids: list[int]) -> int:
     options = dataclasses.replace(session.options, logprobs=False)
     answer = session.model.stream(prompt_ids, session.sampling, options)  # checks the prompt before anything is said
     printer = session.printer(prompt_ids)
-    is_stopped = printer.print_all(answer, lambda: show_beginning(session))
+    show_beginning(session)
+    is_stopped = printer.print_all(answer)
     code = _code_of(session, answer.stats)
     session.show_end(answer.stats, says_cut=not code)
     return INTERRUPTED if is_stopped else code

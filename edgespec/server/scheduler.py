@@ -78,7 +78,7 @@ class Ticket:
     ) -> None:
         self.generation, self.job, self.loop, self._forget, self.drafted = generation, job, loop, forget, drafted
         self._progress: PromptProgress | None = None
-        self._ready = asyncio.Event()
+        self.ready = asyncio.Event()
         self._lock = threading.Lock()
         self._events: list[TokenEvent] = []
         self._failure: Exception | None = None
@@ -99,8 +99,8 @@ class Ticket:
     async def __aiter__(self) -> AsyncIterator[list[TokenEvent]]:
         """Events in order, until the generation has ended. Raises what it failed with."""
         while True:
-            await self._ready.wait()
-            self._ready.clear()
+            await self.ready.wait()
+            self.ready.clear()
             with self._lock:
                 events, self._events = self._events, []
                 is_over = self._is_over
@@ -127,7 +127,7 @@ class Ticket:
         with self._lock:
             self._progress = progress
         with suppress(RuntimeError):  # the loop is closed: nobody reads
-            self.loop.call_soon_threadsafe(self._ready.set)
+            self.loop.call_soon_threadsafe(self.ready.set)
 
     def post(self, metrics: Metrics, event: TokenEvent) -> bool:
         """The next event; called by the scheduler's thread. Whether the reader is to be woken for it."""
@@ -144,11 +144,7 @@ class Ticket:
             if not self._is_over:  # the first reason is the one to tell
                 self._failure, self._is_over = failure, True
         with suppress(RuntimeError):  # the loop is closed: nobody reads
-            self.loop.call_soon_threadsafe(self._ready.set)
-
-    def wake(self) -> None:
-        """Let the reader see its events; called in its loop."""
-        self._ready.set()
+            self.loop.call_soon_threadsafe(self.ready.set)
 
 
 class Scheduler:
@@ -263,19 +259,17 @@ class Scheduler:
         self._thread.join(_JOIN_S)
 
     def _serve(self) -> None:
-        while self._has_work():
+        while True:
+            with self._changed:
+                while not self._waiting and not self._is_stopping:
+                    self._changed.wait()
+                if not self._waiting:
+                    return
             try:
                 with self.model.batch() as batch:
                     self._decode(batch)
             except Exception as exc:  # whatever it is, the readers must learn of it and the thread must go on
                 self._fail_all(exc)
-
-    def _has_work(self) -> bool:
-        """Wait until a job waits; False when the server stops."""
-        with self._changed:
-            while not self._waiting and not self._is_stopping:
-                self._changed.wait()
-            return bool(self._waiting)
 
     def _decode(self, batch: ContinuousBatch) -> None:
         """Run jobs until none is left, or until somebody else waits for the model."""
@@ -333,5 +327,6 @@ class Scheduler:
 
 
 def _wake(tickets: Sequence[Ticket]) -> None:
+    """Let their readers see the events; called in their loop."""
     for ticket in tickets:
-        ticket.wake()
+        ticket.ready.set()
