@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 
@@ -14,10 +13,7 @@ from edgespec.config.options import SETTINGS, GenerateOptions
 from edgespec.reports import Stats
 from tiny_gguf import Shape, write_model
 
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    monkeypatch.setenv("EDGESPEC_THREADS", "1")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -76,9 +72,6 @@ def test_quiet_keeps_the_answers_of_commands_and_the_errors(model):
 def test_an_answer_that_is_cut_says_so(model):
     result = run("generate", *model, "-p", "hello", "--ignore-eos")
     assert "cut at 8 tokens: a larger -n (--max-tokens) gives more" in result.stderr
-    assert (
-        json.loads(run("generate", *model, "-p", "hello", "--ignore-eos", "--json").stdout)["finish_reason"] == "length"
-    )
     full = Stats(new_tokens=5, finish_reason="length")
     assert "context is full" in (length_note(full, GenerateOptions()) or "")
     assert length_note(Stats(new_tokens=5, finish_reason="stop"), GenerateOptions()) is None
@@ -93,7 +86,7 @@ def test_a_terminal_sees_a_load_and_then_it_is_gone(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    said, until = "", time.monotonic() + 30
+    said, until = "", time.monotonic() + 120
     with waiting("loading [x]") as on_progress:
         on_progress(2, 9, "proving [y]")
         while "proving [y]: 2 of 9 (Ctrl-C stops)" not in said and time.monotonic() < until:

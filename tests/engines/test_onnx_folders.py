@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from demo import DEMO, TEST_THREADS
@@ -23,9 +24,6 @@ from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.plan import planned
 from edgespec.types import Batch, Logits
 from trials import probe
-
-onnx = pytest.importorskip("onnx")
-
 
 WRONG_TOKENS, WRONG_HEADS = {"added_tokens": [{}]}, {"num_attention_heads": "four"}
 

@@ -9,14 +9,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("gguf", reason="conversion needs the package gguf: scripts/run.py install export")
-safetensors = pytest.importorskip("safetensors.numpy", reason="writing test folders needs the package safetensors")
-
-
-from demo import DEMO, change_json, changed_copy  # noqa: E402
-from edgespec.errors import ModelFileError  # noqa: E402
-from edgespec.export.gguf.convert import convert  # noqa: E402
-from edgespec.installation import install_command  # noqa: E402
+from demo import DEMO, change_json, changed_copy
+from edgespec.errors import ModelFileError
+from edgespec.export.gguf.convert import convert
+from edgespec.installation import install_command
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,6 @@ def test_paths_without_a_version(client: TestClient):
 # -- Filling gaps, as editors ask for it: `suffix` of completions, `/infill`; and control tokens in raw prompts
 
 
-pytest.importorskip("llguidance")
 FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>", "<|fim_pad|>")
 BEFORE, AFTER = "def add(a, b):\n    return ", "\n\nprint(add(1, 2))\n"
 GAP: dict[str, Any] = {"input_prefix": BEFORE, "input_suffix": AFTER}
