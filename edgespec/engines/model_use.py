@@ -37,7 +37,7 @@ class ModelUse:
     is_draft: bool = False  # its weights may be coarser: a draft's exact values do not matter
     has_mtp: bool = False  # with the multi-token prediction layers
     # of ONNX Runtime
-    provider: str = "auto"  # auto, cpu, cuda, dml, webgpu
+    provider: str = "auto"  # auto, cpu, cuda
     exit_layer: int | None = None  # its first layers, so many, draft beside it, in a plan only
     hidden_states: bool = False  # allow `give_hidden_states`
 

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import Engine
-from edgespec.engines.features import PROMPT_FEATURES, PROMPT_STATES, Features, KeptFeatures
-from edgespec.engines.proof import EVERY_WIDTH_TO
+from edgespec.engines.base import EVERY_WIDTH_TO, Engine
+from edgespec.engines.head import PROMPT_FEATURES, PROMPT_STATES, Features, KeptFeatures
 from edgespec.errors import EdgespecError
 from edgespec.types import Batch, Draft, Logits, TokenIds
 

@@ -145,10 +145,10 @@ def _fault_of(path: Path) -> str | None:
 
 
 def _try_gguf(path: Path) -> str | None:
+    from edgespec.engines.booked import fault_of
     from edgespec.engines.llamacpp.embeddings import EncoderEngine
     from edgespec.engines.llamacpp.engine import LlamaCppEngine
     from edgespec.engines.llamacpp.heads import try_head
-    from edgespec.engines.rows import fault_of
     from edgespec.types import Batch
 
     if head_kind_of(path) is not None:

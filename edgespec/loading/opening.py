@@ -29,8 +29,7 @@ from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import EarlyExitDrafter, ModelDrafter
 from edgespec.drafters.spec import HEAD_FILES
 from edgespec.engines.base import Engine
-from edgespec.engines.features import WINDOW
-from edgespec.engines.head import DraftHead
+from edgespec.engines.head import WINDOW, DraftHead
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.trial import Trial
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, UsageError
@@ -228,7 +227,7 @@ def _open(options: LoadOptions, file: ModelFile, use: ModelUse) -> Engine:
 
         return EncoderEngine.load(file.path, use)
     from edgespec.engines.llamacpp.engine import LlamaCppEngine
-    from edgespec.engines.remote import RemoteEngine
+    from edgespec.engines.llamacpp.remote import RemoteEngine
 
     return (RemoteEngine if use.endpoints else LlamaCppEngine).load(file.path, use)
 

@@ -23,7 +23,7 @@ from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.loading.requirements import Chosen, draft_use, head_paths, target_use
 from edgespec.platform.files import expanded
-from edgespec.platform.machine import default_threads, is_apple_silicon
+from edgespec.platform.machine import default_threads
 from edgespec.platform.memory import Limit, free_memory, limits, own_bytes
 
 MIB = 1 << 20
@@ -197,7 +197,7 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
 def _shares_device(options: LoadOptions, engines: set[str]) -> bool:
     """Whether layers go to a GPU that has no memory of its own."""
     if "llamacpp" not in engines:
-        return _device(options) is not None and is_apple_silicon()
+        return False
     placed = [(options.target_gpu_layers, options.target_devices)]
     placed += [(options.draft_model_gpu_layers, options.draft_devices)]
     names = [devices for layers, devices in placed if layers and devices != ()]
@@ -255,8 +255,10 @@ def heads_bytes(paths: Sequence[Path], context_length: int, texts: int) -> tuple
 
 
 def _bytes_of(path: Path, context_length: int, texts: int) -> tuple[int, int]:
-    from edgespec.engines.features import WINDOW  # imports numpy
-    from edgespec.engines.head import BYTES_PER_FEATURE
+    from edgespec.engines.head import (
+        BYTES_PER_FEATURE,
+        WINDOW,  # imports numpy
+    )
     from edgespec.formats.head_file import read_head_manifest
 
     stored = 0

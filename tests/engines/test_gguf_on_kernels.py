@@ -226,4 +226,4 @@ def test_a_cache_folder_that_cannot_be_written_costs_only_time(tmp_path, monkeyp
 
 def test_a_device_other_than_the_processor_is_refused_by_name():
     with pytest.raises(ConfigError, match="is for ONNX models"):
-        edgespec.load(TARGET, provider="webgpu")
+        edgespec.load(TARGET, provider="cuda")

@@ -12,7 +12,7 @@ onnx = pytest.importorskip("onnx")
 
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
-from edgespec.engines.onnx.sessions import open_session  # noqa: E402
+from edgespec.engines.onnx.library import open_session  # noqa: E402
 from edgespec.errors import CapabilityError, ModelFileError  # noqa: E402
 from edgespec.export.onnx.optimum import exporter, quantise, run, save  # noqa: E402
 

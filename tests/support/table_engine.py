@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import EngineFacts
-from edgespec.engines.booked import BookedEngine
+from edgespec.engines.booked import BookedEngine, SequenceBook, SequenceRows
 from edgespec.engines.model_files import StateStamp
-from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.errors import CapabilityError, PromptError
 from edgespec.types import NO_PARENT, Batch, Logits
 from edgespec.vocabulary import Vocabulary

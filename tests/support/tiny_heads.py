@@ -9,8 +9,7 @@ import pytest
 
 from edgespec.drafters.heads import EagleDrafter, HeadDrafter, MedusaDrafter
 from edgespec.engines.base import Engine
-from edgespec.engines.features import WINDOW
-from edgespec.engines.head import Confidences, DraftHead, HeadFacts, States
+from edgespec.engines.head import WINDOW, Confidences, DraftHead, HeadFacts, States
 from edgespec.errors import BatchError, Cancelled, ContextFull
 from edgespec.formats.head_file import HeadFile, HeadManifest, write_head_file
 from edgespec.kernels.library import library_path

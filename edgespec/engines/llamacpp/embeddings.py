@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
+from edgespec.engines.booked import check_text
 from edgespec.engines.llamacpp.facts import read_facts
 from edgespec.engines.llamacpp.library import ABORTED, CancelFlag, complaints, forget_complaints, library
 from edgespec.engines.llamacpp.rows import PairRows
@@ -35,7 +36,6 @@ from edgespec.engines.llamacpp.settings import (
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_files import HeldFiles
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.rows import check_text
 from edgespec.errors import Cancelled, CapabilityError, EngineError
 from edgespec.formats.gguf.check import check_gguf, model_files
 from edgespec.platform.memory import spare_memory

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from edgespec.closing import closed_on_failure
 from edgespec.engines.base import EngineFacts, StatesOf, check_threads
-from edgespec.engines.booked import BookedEngine
+from edgespec.engines.booked import BookedEngine, Checkpoints, SequenceBook, SequenceRows, check_text
 from edgespec.engines.llamacpp.cells import Cells
 from edgespec.engines.llamacpp.embeddings import Embedder
 from edgespec.engines.llamacpp.facts import measured_facts, read_facts
@@ -48,7 +48,6 @@ from edgespec.engines.llamacpp.states import HiddenStates
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.rows import Checkpoints, SequenceBook, SequenceRows, check_text
 from edgespec.errors import Cancelled, CapabilityError, ContextFull, EngineError
 from edgespec.formats.gguf.check import (
     HEAD_NAMES,

@@ -12,8 +12,7 @@ from edgespec.engines.base import Engine, EngineFacts
 from edgespec.engines.llamacpp.devices import gpus
 from edgespec.engines.llamacpp.library import library, version
 from edgespec.engines.llamacpp.settings import ContextSettings
-from edgespec.engines.proof import PREFIX
-from edgespec.engines.widths import METHOD, pinned_facts
+from edgespec.engines.widths import METHOD, PREFIX, pinned_facts
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import model_files
 from edgespec.platform.disk_cache import file_key, key_of

@@ -191,7 +191,7 @@ def _has_window(header: GgufHeader) -> bool:
 
 def _mtp_bytes(shape: Shape, context: int) -> int:
     """The context of a multi-token prediction layer: its cache, logits twice, and the hidden states that it reads."""
-    from edgespec.engines.features import WINDOW  # imports numpy
+    from edgespec.engines.head import WINDOW  # imports numpy
     from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT, cache_bytes, layers_sizes, pass_bytes
 
     sizes = layers_sizes(shape.width, shape.vocabulary, min(context, DEFAULT_CONTEXT))
@@ -209,7 +209,7 @@ def _feature_bytes(width: int, window: int) -> int:
 
 def head_footprint(path: Path, use: ModelUse) -> Footprint:
     """The memory of a head with a file of its own, beside its target. Raises as `footprint`."""
-    from edgespec.engines.features import WINDOW  # imports numpy
+    from edgespec.engines.head import WINDOW  # imports numpy
     from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT, cache_bytes, pass_bytes
 
     header, sizes = check_gguf(path), read_head(path)

@@ -22,8 +22,7 @@ from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.graph import read_graph
 from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.kernel_head import KernelHead
-from edgespec.engines.onnx.library import run_options, translated
-from edgespec.engines.onnx.sessions import open_session
+from edgespec.engines.onnx.library import open_session, run_options, translated
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import TILE_ROWS, Source, packed_tiles
 from edgespec.errors import CapabilityError, EngineError, ModelFileError

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.onnx.graph import Graph, check_weight_files, read_graph
-from edgespec.engines.onnx.sessions import open_session
+from edgespec.engines.onnx.library import open_session
 from edgespec.engines.onnx.settings import CONFIGS, ModelConfig
 from edgespec.engines.onnx.tokenizer import TokenizerFile, tokenizer_file
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelNotFound, StateError

@@ -63,9 +63,8 @@ def llama_graph(
 def _kernel_graph(config: LlamaConfig) -> type[KernelGraph]:
     """The writer of a model's architecture; those of others than Llama's family extend `KernelGraph`."""
     from edgespec.formats.onnx.eagle import EagleConfig, EagleGraph
-    from edgespec.formats.onnx.experts import ExpertsGraph
     from edgespec.formats.onnx.gemma4 import Gemma4Config, Gemma4DrafterGraph, Gemma4Graph
-    from edgespec.formats.onnx.hybrid import HybridConfig, HybridGraph, NextnGraph
+    from edgespec.formats.onnx.hybrid import ExpertsGraph, HybridConfig, HybridGraph, NextnGraph
 
     if isinstance(config, HybridConfig):
         return NextnGraph if config.is_nextn else HybridGraph

@@ -1,15 +1,19 @@
-"""A llama.cpp model that runs in a child process, because ggml ends a process whose RPC server is lost.
+"""llama.cpp's RPC: a model on the devices of servers, and serving devices.
 
-With a child all texts that are cached in it are lost: their sequences are empty then, and must be rolled back to 0
-before they are used again, as `CachedSequence.reconcile` does. The next call starts another child, which loads the
-model again.
+The model runs in a child process, because ggml ends a process whose RPC server is lost. With a child all texts that are
+cached in it are lost: their sequences are empty then, and must be rolled back to 0 before they are used again, as
+`CachedSequence.reconcile` does. The next call starts another child, which loads the model again.
 """
 
 from __future__ import annotations
 
+import ctypes
+import socket
+import struct
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,18 +23,106 @@ from typing import Any, NoReturn, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.config.values import split_endpoint
 from edgespec.contained import Child, ChildEnded
 from edgespec.engines.base import Engine, EngineFacts, check_threads
-from edgespec.engines.booked import BookedEngine
-from edgespec.engines.llamacpp.library import CancelFlag
-from edgespec.engines.llamacpp.rpc import add_servers, ask_all, require_rpc
+from edgespec.engines.booked import BookedEngine, SequenceBook, SequenceRows
+from edgespec.engines.llamacpp.devices import devices, function, gpus, handles_of
+from edgespec.engines.llamacpp.library import CancelFlag, library
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.model_files import StateStamp
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.rows import SequenceBook, SequenceRows
-from edgespec.errors import Cancelled, StateError, Unreachable
+from edgespec.errors import Cancelled, CapabilityError, StateError, Unreachable
 from edgespec.formats.gguf.check import model_files
+from edgespec.installation import build_command
 from edgespec.types import Batch, Logits
+
+TIMEOUT_S = 3.0
+# The beginning of ggml's protocol (ggml-rpc.cpp): a command, the size of what follows, and no capabilities beyond TCP;
+# the size of an answer to it.
+_HELLO, _ANNOUNCED = struct.pack("<BQ24x", 14, 24), struct.pack("<Q", 28)
+
+
+def ask_all(endpoints: Sequence[str], timeout_s: float = TIMEOUT_S) -> None:
+    """Ask all servers at once. Raises Unreachable for the first that does not answer."""
+    with ThreadPoolExecutor(len(endpoints) or 1) as pool:
+        list(pool.map(partial(ask, timeout_s=timeout_s), endpoints))
+
+
+def ask(endpoint: str, timeout_s: float = TIMEOUT_S) -> None:
+    """Raises Unreachable, with the reason and the fix, where no RPC server answers at `endpoint`.
+
+    Asked before llama.cpp connects: it would wait for a busy server for ever, and end the process where one is lost.
+    """
+    try:
+        with socket.create_connection(split_endpoint(endpoint), timeout_s) as connection:
+            connection.settimeout(timeout_s)
+            connection.sendall(_HELLO)
+            if connection.makefile("rb").read(8) != _ANNOUNCED:
+                raise ConnectionError("what answers there is no RPC server of a matching version of llama.cpp")
+    except OSError as exc:
+        why, fix = exc.strerror or str(exc), "check the address, and that edgespec rpc-server runs there"
+        if isinstance(exc, TimeoutError):
+            why = f"no answer within {timeout_s:g} s"
+            fix = "a server takes one program at a time: end the other one, or start the server again if it hangs"
+        raise Unreachable(f"the RPC server {endpoint} does not answer: {why}. Fix: {fix}") from exc
+
+
+def require_rpc(what: str) -> None:
+    """Raises CapabilityError, with the command that builds it, where llama.cpp has no RPC backend."""
+    if not library().llama_supports_rpc():
+        raise CapabilityError(
+            f"{what} needs llama.cpp with its RPC backend, which this build does not have. Build it (4 to 10 minutes "
+            f"on two cores): {build_command('rpc')}"
+        )
+
+
+def add_servers(endpoints: Sequence[str]) -> None:
+    """Add the devices of RPC servers to those of this process.
+
+    ggml ends the process where one does not answer, now or later: call it in a child process. Raises CapabilityError.
+    """
+    require_rpc("--rpc")
+    add = _rpc_function("ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p)
+    register = function("ggml_backend_register", None, ctypes.c_void_p)
+    for endpoint in endpoints:
+        added = add(endpoint.encode())
+        if not added:
+            raise CapabilityError(f"the RPC server {endpoint} offers no device")
+        register(added)
+
+
+def serve_rpc(endpoint: str, *, threads: int, names: Sequence[str], cache_folder: Path | None) -> None:
+    """Serve devices to one client after another, until the process ends. Returns where that fails.
+
+    `names`: of devices; none: the GPUs, or the CPU where there are none. `cache_folder`: where received weights
+    are stored. Raises CapabilityError.
+    """
+    require_rpc("an RPC server")
+    chosen = names or [device.name for device in gpus()] or [devices()[0].name]
+    handles = handles_of(chosen)
+    place = None if cache_folder is None else str(cache_folder).encode()
+    start = _rpc_function(
+        "ggml_backend_rpc_start_server",
+        None,
+        ctypes.c_char_p,
+        ctypes.c_char_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.POINTER(ctypes.c_void_p),
+    )
+    start(endpoint.encode(), place, threads, len(handles), (ctypes.c_void_p * len(handles))(*handles))
+
+
+def _rpc_function(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of the RPC backend, which gives its address itself: it may be a library of its own."""
+    backend = function("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)(b"RPC")
+    address = function("ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
+    found = address(backend, name.encode())
+    if not found:
+        raise CapabilityError(f"this build of llama.cpp has no {name}; build another: {build_command('rpc')}")
+    return ctypes.CFUNCTYPE(result, *arguments)(found)
+
 
 CANCEL_S = 4.0  # a pass that was cancelled and still runs then waits for a server that hangs
 _DIAGNOSIS_S = 1.0  # for each server, when the child has ended
