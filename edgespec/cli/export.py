@@ -97,7 +97,7 @@ def _request(
     **rest: Any,
 ) -> ExportRequest:
     from edgespec.export.request import DEFAULT_QUANTS, ExportRequest, parse_formats, parse_quants
-    from edgespec.loading.engine_choice import GAINING, shipped_heads
+    from edgespec.loading.requirements import GAINING, shipped_heads
 
     formats = parse_formats(to)
     if output is None:

@@ -21,9 +21,9 @@ from edgespec.formats.gguf.header import keeping_headers, read_header
 from edgespec.formats.gguf.heads import check_cache, head_kind_of, read_head
 from edgespec.formats.manifest import ModelFile, read_pair
 from edgespec.loading.catalogue import Entry, entries
-from edgespec.loading.engine_choice import has_fast_kernels, runs_on_kernels
 from edgespec.loading.own_models import files_of, fits
 from edgespec.loading.registry import is_known, models_folder, registered_folders, resolve
+from edgespec.loading.requirements import has_fast_kernels, runs_on_kernels
 from edgespec.platform.files import shipped_models
 from edgespec.vocabulary import Vocabulary, check_same_vocabulary
 

@@ -18,10 +18,10 @@ from edgespec.installation import has_engine, quoted
 from edgespec.loading import download
 from edgespec.loading.catalogue import Reference, parse
 from edgespec.loading.download import PART, OnBytes
-from edgespec.loading.engine_choice import runs_on_kernels
 from edgespec.loading.hub import HubFile, HubRepo, address, choose, describe
 from edgespec.loading.own_models import UNFINISHED, fits, one_writer, write_manifest
 from edgespec.loading.registry import registered_folders
+from edgespec.loading.requirements import runs_on_kernels
 from edgespec.platform.files import exists, expanded, is_file
 
 OnNote = Callable[[str], None]

@@ -172,8 +172,8 @@ def test_the_choice_of_engines():
 
 
 def test_without_kernels_llama_cpp_runs_it(monkeypatch):
-    monkeypatch.setattr("edgespec.loading.engine_choice.library_path", lambda: None)
-    monkeypatch.setattr("edgespec.loading.engine_choice.why_missing", lambda: "they are not built")
+    monkeypatch.setattr("edgespec.loading.requirements.library_path", lambda: None)
+    monkeypatch.setattr("edgespec.loading.requirements.why_missing", lambda: "they are not built")
     found = resolve_pair(LoadOptions(model=str(TARGET))).files["target"]
     assert found.engine == "llamacpp" and "they are not built" in found.note
 
