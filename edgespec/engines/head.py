@@ -45,15 +45,19 @@ class KeptFeatures:
     def switch(self, on: bool) -> None:
         """Keep rows from the next pass on, or drop them and stop."""
         self.are_kept = on
-        self._rows: Features = np.zeros((0, 0), np.float32)
-        self._first = 0  # row of the token at `start`
-        self.start = self.end = 0
+        self._rows: Features = np.zeros((0, 0), np.float32)  # [2 * WINDOW, size]: they move when it is full
+        self._count = self.end = 0  # rows in the array, the last of which is that of the token before `end`
+
+    @property
+    def start(self) -> int:
+        return self.end - min(self._count, WINDOW)
 
     def latest(self, length: int) -> Features | None:
         """Rows [n, size] of the last n of `length` tokens, a view; None unless they are kept."""
         if not self.are_kept:
             return None
-        return self._rows[self._first : self._first + (self.end - self.start if self.end == length else 0)]
+        count = self._count if self.end == length else 0
+        return self._rows[max(count - WINDOW, 0) : count]
 
     def _of_pass(self) -> Features:
         return self._read() if self.given is None else self.given
@@ -77,28 +81,24 @@ class KeptFeatures:
     def truncate(self, length: int) -> None:
         """Drop the tokens from position `length` on."""
         if length < self.end:
+            self._count = max(self._count - (self.end - length), 0)
             self.end = length
-            self.start = min(self.start, length)
 
     def _put(self, length: int, states: Features) -> None:
         """`states` [n, size] of the tokens from `length` on; older ones that are not contiguous are dropped."""
         if len(states) > WINDOW:
             length, states = length + len(states) - WINDOW, states[-WINDOW:]
-        count = len(states)
         self.truncate(length)
         if not len(self._rows):
             self._rows = np.zeros((2 * WINDOW, states.shape[1]), np.float32)
         if self.end != length:
-            self._first, self.start, self.end = 0, length, length
-        place = self._first + self.end - self.start
-        if place + count > len(self._rows):
-            kept = self._rows[max(place - WINDOW, self._first) : place].copy()
-            self._rows[: len(kept)] = kept
-            self._first, self.start, place = 0, self.end - len(kept), len(kept)
-        self._rows[place : place + count] = states
-        self.end = length + count
-        surplus = max(self.end - self.start - WINDOW, 0)
-        self._first, self.start = self._first + surplus, self.start + surplus
+            self._count = 0
+        if self._count + len(states) > len(self._rows):
+            self._rows[:WINDOW] = self._rows[self._count - WINDOW : self._count].copy()
+            self._count = WINDOW
+        self._rows[self._count : self._count + len(states)] = states
+        self._count += len(states)
+        self.end = length + len(states)
 
 
 BYTES_PER_FEATURE = 4 * 4  # two windows of features, and the copies of the library and of a pass

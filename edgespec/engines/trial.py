@@ -28,20 +28,11 @@ PROBE_VERSION = 4  # increase it when the trial finds more faults, so that files
 ALLOWED_S = 300.0  # for each model
 
 
-def check_model_files(is_trusted: Mapping[Path, bool]) -> None:
-    """Check the models of a pair before they are loaded. Raises ModelNotFound and ModelFileError.
-
-    `is_trusted`, by path: the checksums of all files are known, so that only the header is read. Other models are
-    loaded once, all in one child process; those that pass are not tried again until one of their files changes.
-    """
-    with Trial(is_trusted) as trial:
-        trial.require_sound()
-
-
 class Trial(Closing):
-    """`check_model_files` in two steps: the constructor reads the headers and starts the child.
+    """The check of models before they are loaded: reads the headers at once, and starts a child that loads the models.
 
-    Raises ModelNotFound and ModelFileError.
+    `is_trusted`, by path: the checksums of all files are known, so that only the header is read. Models that pass are
+    not tried again until one of their files changes. Raises ModelNotFound and ModelFileError.
     """
 
     def __init__(self, is_trusted: Mapping[Path, bool]) -> None:
@@ -53,14 +44,13 @@ class Trial(Closing):
 
     def require_sound(self) -> None:
         """Wait until the child has tried all models, and remember that. Raises ModelFileError."""
-        if self._child is None:
+        if (child := self._child) is None:
             return
-        for path in self._keys:
-            if (fault := fault_in(self._child, path)) is not None:
-                raise ModelFileError(fault)
-        self.close()
-        for key in self._keys.values():
-            disk_cache.put("probed", key, True)
+        with self:
+            for path, key in self._keys.items():
+                if (fault := fault_in(child, path)) is not None:
+                    raise ModelFileError(fault)
+                disk_cache.put("probed", key, True)
 
     def close(self) -> None:
         """End the child, whatever it is doing. Closing twice is allowed."""

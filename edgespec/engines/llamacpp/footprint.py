@@ -20,7 +20,6 @@ from edgespec.engines.llamacpp.settings import (
     CELLS_MULTIPLE,
     ContextSettings,
     choose_context_length,
-    has_streams,
 )
 from edgespec.engines.model_use import MAX_BATCH, MOST_CHECKPOINTS, Footprint, ModelUse
 from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files
@@ -176,17 +175,10 @@ def _settings(path: Path, header: GgufHeader, use: ModelUse, context: int) -> Co
     settings = ContextSettings.checked(
         replace(use, gpu_layers=0, devices=None, overrides=()), context, snapshots=snapshots
     )
-    if state is not None:
-        return settings.with_state()
+    # Architectures that ignore a window that their file names share cells, which takes a little less.
+    has_window = _largest(header, "attention.sliding_window") > 0
     settings = replace(settings, gpu_layers=use.gpu_layers, devices=use.devices)
-    if has_streams(settings, has_window=_has_window(header)):
-        return replace(settings, max_branches=0, streams=True)
-    return settings
-
-
-def _has_window(header: GgufHeader) -> bool:
-    """Whether the file names a sliding window; architectures that ignore it share cells, which takes a little less."""
-    return _largest(header, "attention.sliding_window") > 0
+    return settings.for_model(keeps_state=state is not None, has_window=has_window)
 
 
 def _mtp_bytes(shape: Shape, context: int) -> int:

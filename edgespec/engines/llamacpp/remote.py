@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,7 +141,6 @@ class RemoteEngine(BookedEngine):
         self._path, self._use = path, use
         self.state_layers = use.state_layers
         self._child: Child | None = None
-        self._gives_states = False
         self._book = SequenceBook(use.max_sequences)
         self._lost: set[int] = set()  # sequences whose tokens were in a child that is gone
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -172,11 +171,8 @@ class RemoteEngine(BookedEngine):
     def _start(self) -> EngineFacts:
         """Load the model in a new child; its facts. Raises as `load`."""
         ask_all(self._use.endpoints)
-        self._child = Child(__name__)
-        found: EngineFacts = self._ask(_load, self._path, self._use, self._flag)
-        if self._gives_states:
-            self._ask(_call, "give_hidden_states", True)
-        return found
+        self._child, self._gives_states = Child(__name__), False  # who asks for a pass says again what it wants
+        return cast(EngineFacts, self._ask(_load, self._path, self._use, self._flag))
 
     def _call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the engine in the child; in another one if it was lost."""
@@ -229,8 +225,7 @@ class RemoteEngine(BookedEngine):
     def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
         if self._lost & placed.keys():
             raise Unreachable("the text was lost with the process that held it: it has to be read again")
-        logits: Logits = self._call("forward", batch)
-        return logits
+        return cast(Logits, self._call("forward", batch))
 
     def _truncate(self, to_length: int, sequence: int) -> None:
         self._lost.discard(sequence)
@@ -244,8 +239,7 @@ class RemoteEngine(BookedEngine):
     def reachable(self, to_length: int, sequence: int = 0) -> int:
         if self._child is None or (self.facts.can_rollback and not self.facts.state_window):
             return super().reachable(to_length, sequence)
-        found: int = self._call("reachable", to_length, sequence)
-        return found
+        return cast(int, self._call("reachable", to_length, sequence))
 
     def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
         self._call("keep_path", tuple(part.rows[place] for place in path), sequence)
@@ -255,8 +249,7 @@ class RemoteEngine(BookedEngine):
         self._call("fork", source, destination)
 
     def _state(self, sequence: int) -> bytes:
-        state: bytes = self._call("save_state", sequence)
-        return state
+        return cast(bytes, self._call("save_state", sequence))
 
     def _restore(self, state: memoryview, length: int, sequence: int) -> None:
         self._lost.discard(sequence)
@@ -273,8 +266,7 @@ class RemoteEngine(BookedEngine):
             self._gives_states = wanted
 
     def hidden_states(self) -> NDArray[np.float32]:
-        found: NDArray[np.float32] = self._call("hidden_states")
-        return found
+        return cast(NDArray[np.float32], self._call("hidden_states"))
 
     def drop_class(self) -> None:
         super().drop_class()
