@@ -25,7 +25,6 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError, ModelNotFound
-from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.platform.files import atomic_file, is_file
 
 Matrix = NDArray[np.float32]
@@ -215,8 +214,6 @@ def read_head_manifest(path: Path) -> HeadManifest:
 
 def _read(path: Path, *, everything: bool) -> tuple[HeadManifest, dict[str, NDArray[Any]]]:
     """What a file says about itself, and its arrays if `everything` is to be read."""
-    if path.suffix != ".npz" and (fix := eagle3_fix(path)) is not None:
-        raise ModelFileError(fix)
     if not is_file(path):
         raise ModelNotFound(f"no file {str(path)!r}: give the .npz that scripts/train/heads.py has written")
     try:

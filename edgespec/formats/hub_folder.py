@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError
-from edgespec.installation import quoted
 
 CHAT_TEMPLATE = "chat_template.jinja"
 FOLDER_FIX = "give a folder as Hugging Face models are stored"
@@ -48,20 +47,3 @@ def chat_template(folder: Path, settings: Mapping[str, Any], *, fix: str = FOLDE
         named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
         found = named.get("default", next(iter(named.values()), None))
     return found if isinstance(found, str) else None
-
-
-def eagle3_fix(path: Path) -> str | None:
-    """How a published EAGLE-3 head, given as its folder or a file in it, becomes a draft; None for anything else."""
-    try:
-        folder = path if path.is_dir() else path.parent
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(config, dict) or "draft_vocab_size" not in config:
-        return None
-    return (
-        f"{quoted(str(folder))} is an EAGLE-3 head as published. For a target on llama.cpp convert it with llama.cpp's "
-        "convert_hf_to_gguf.py and --target-model-dir TARGET, then -md head.gguf; for an ONNX target in a checkout of "
-        f"edgespec: python scripts/train/eagle3.py {quoted(str(folder))} TARGET -o heads.npz --model model.onnx, then "
-        "--heads heads.npz"
-    )

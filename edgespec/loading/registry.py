@@ -20,7 +20,6 @@ from types import MappingProxyType
 
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, shown, shown_path
 from edgespec.formats.gguf.check import SPLIT_NAME, split_names
-from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.installation import quoted
 from edgespec.kernels.library import library_path
@@ -135,8 +134,6 @@ def model_in(path: Path) -> Path:
         raise ModelFileError(
             f"folder {shown_path(path)} holds several models, give one of the files: {', '.join(names)}"
         )
-    if (fix := eagle3_fix(path)) is not None:
-        raise ModelFileError(fix)
     if is_file(path / "config.json"):
         raise ModelFileError(
             f"{shown_path(path)} is a Hugging Face model, convert it first: edgespec export {quoted(str(path))}"
