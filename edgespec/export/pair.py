@@ -173,7 +173,7 @@ def _gguf(request: ExportRequest, role: str, given: str) -> SourceModel:
         "context_length": model.config.max_positions,
     }
     try:  # the manifest beside the file
-        pair = read_pair(path.parent, check_hashes=False)
+        pair = read_pair(path.parent)
         if any(file.path == path for file in pair.files.values()) and pair.recommended:
             said["sampling"] = dict(pair.recommended)
     except EdgespecError:

@@ -239,7 +239,7 @@ def _files_here(target: ModelFile) -> dict[str, ModelFile]:
     found: dict[str, ModelFile] = {}
     for name, folder in registered_folders().items():
         with contextlib.suppress(EdgespecError):  # a damaged pair
-            pair = read_pair(folder, check_hashes=False) if own in (None, folder.parent) else None
+            pair = read_pair(folder) if own in (None, folder.parent) else None
             for role, file in pair.files.items() if pair else ():
                 if file.path.resolve() not in seen:
                     seen.add(file.path.resolve())

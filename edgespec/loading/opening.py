@@ -45,7 +45,7 @@ from edgespec.formats.gguf.header import keeping_headers, read_header
 from edgespec.formats.gguf.heads import HeadForm, head_kind_of
 from edgespec.formats.head_file import HeadFile, read_head_file
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
-from edgespec.loading.download import check_hash, was_hashed
+from edgespec.loading.download import check_hash
 from edgespec.loading.drafts import draft_cache
 from edgespec.loading.requirements import Chosen, draft_use, head_paths, resolve_pair, target_use
 from edgespec.types import Batch
@@ -81,7 +81,9 @@ def _open_models(
     options: LoadOptions, pair: ModelPair, trial: Trial
 ) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
     chosen = Chosen.of(options, pair)
-    _check_contents(pair.files[role] for role in chosen.roles)
+    for file in (*(pair.files[role] for role in chosen.roles), *pair.heads.values()):
+        for part in file.all_files:  # a graph with damaged weights loads without an error
+            check_hash(part)
     load_libraries(pair.files[role] for role in chosen.roles)  # while the child works
     heads = read_heads(options, pair)
     states = state_layers(heads.values()) if heads else None
@@ -161,13 +163,6 @@ def has_chat_template(file: ModelFile) -> bool:
         return True
     require_language_model(file.path, header)
     return bool(header.metadata.get("tokenizer.chat_template"))
-
-
-def _check_contents(models: Iterable[ModelFile]) -> None:
-    """Hash large files that the manifest describes, once: a graph with damaged weights loads without an error."""
-    for file in (file for model in models for file in model.all_files):
-        if file.sha256 is not None and not file.is_verified and not was_hashed(file):
-            check_hash(file)
 
 
 def load_libraries(models: Iterable[ModelFile]) -> None:

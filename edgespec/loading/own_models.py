@@ -231,7 +231,7 @@ def list_here() -> Iterator[Listed]:
     found = registered_folders()
     for name in sorted(found):
         try:
-            pair = resolve(name, check_hashes=False)
+            pair = resolve(name)
         except EdgespecError as exc:
             yield Listed(name, "damaged", 0, False, None, "", str(exc))
             continue

@@ -38,14 +38,14 @@ GAINING = frozenset({"int8", "int4"})
 _MOST_DRAFT_CONTEXT = 4096
 
 
-def resolve_pair(options: LoadOptions, *, check_hashes: bool = True) -> ModelPair:
+def resolve_pair(options: LoadOptions) -> ModelPair:
     """The pair that `options` name, with the engines that run it, and the head that lies beside its GGUF.
 
     That head has the target's name. One that does not fit is left out, and in `auto` one that would move the target
     from the kernels to llama.cpp. Raises as `resolve`, and CapabilityError where `options` ask for ONNX Runtime and the
     kernels cannot run the target.
     """
-    found = resolve(options.model, options.draft, options.engine, options.medium, check_hashes=check_hashes)
+    found = resolve(options.model, options.draft, options.engine, options.medium)
     pair = _with_engines(options, found)
     target = pair.files["target"]
     wants_head = options.drafter == "auto" or options.drafter in HEAD_FILES

@@ -115,7 +115,7 @@ def test_a_70b_and_8b_pair_is_planned_from_its_headers_alone(tmp_path: Path, byt
     bytes_read.clear()
     chosen = LoadOptions(model=str(target), draft=draft, memory="48GiB", context_length=8192, gpu_layers=0)
     with keeping_headers():
-        pair = resolve_pair(chosen, check_hashes=False)
+        pair = resolve_pair(chosen)
         whole = planned(chosen, pair)
         once = sum(bytes_read)
         mine = len(bytes_read)
