@@ -8,6 +8,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -210,7 +211,7 @@ def fault_of(logits: Logits) -> str:
 
 
 class BookedEngine(Engine):
-    """Keeps the book, the cancel flag and whether it is open; the abstract methods get checked arguments.
+    """Keeps the book and whether it is open; the abstract methods get checked arguments.
 
     `_max_outputs`: most rows with logits of a pass. The book is changed once an abstract method has returned: one that
     fails leaves it as it was, unless it empties the sequence itself.
@@ -220,7 +221,7 @@ class BookedEngine(Engine):
     _stamp: StateStamp
     _max_outputs = sys.maxsize
     _is_open = True
-    _is_cancelled = False
+    _cancel: Any  # what ends passes: `is_set`, `set` and `clear`, as of threading.Event
 
     def forward(self, batch: Batch) -> Logits:
         self._require_open()
@@ -230,8 +231,8 @@ class BookedEngine(Engine):
         placed = split_by_sequence(batch, self._book.lengths)
         for sequence in placed:
             self._book.check_settled(sequence)
-        if self._is_cancelled:
-            self._is_cancelled = False
+        if self._cancel.is_set():
+            self._cancel.clear()
             raise Cancelled("the pass was cancelled before it began; the cache is as before")
         logits = self._score(batch, placed)
         self._book.record(placed)
@@ -300,11 +301,11 @@ class BookedEngine(Engine):
 
     def cancel(self) -> None:
         self._require_open()
-        self._is_cancelled = True
+        self._cancel.set()
 
     def clear_cancel(self) -> None:
         self._require_open()
-        self._is_cancelled = False
+        self._cancel.clear()
 
     def close(self) -> None:
         if self._is_open:

@@ -21,7 +21,6 @@ Config = dict[str, Any]
 Weights = NDArray[np.float32]
 READABLE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors")
-PICKLED_FILES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 # Masks and frequencies in old checkpoints, which are not weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 
@@ -171,18 +170,16 @@ def weight_names(where: str, names: Sequence[str]) -> list[str]:
         if len(found) != wanted:
             raise ModelFileError(f"{where} has {len(found)} of {wanted} weight files: fetch the rest")
         return found
-    if "adapter_config.json" in names:
-        raise ModelFileError(f"{where} is an adapter, not a model: merge it into its base model first")
-    if pickled := matching(names, PICKLED_FILES):
-        raise ModelFileError(
-            f"{where} has only pickled weights ({pickled[0]}), which can run code when they are read: save the model "
-            "with safe_serialization=True, or use a revision that has model.safetensors"
-        )
     if ggufs := matching(names, ("*.gguf",)):
         raise ModelFileError(
             f"{where} already holds GGUF files ({ggufs[0]}): run one, or convert it: edgespec export FILE --to onnx"
         )
-    raise ModelFileError(f"{where} has no model.safetensors: give the folder or hub id of a transformers model")
+    there = ", ".join(sorted(names)[:5]) or "nothing"
+    raise ModelFileError(
+        f"{where} has no model.safetensors, only {there}: give the folder or hub id of a transformers model. Merge an "
+        "adapter into its base model first; save pickled weights, which can run code when they are read, with "
+        "safe_serialization=True"
+    )
 
 
 def matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:

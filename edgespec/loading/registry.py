@@ -196,9 +196,9 @@ def resolve(
 ) -> ModelPair:
     """The pair of a registered name or a path; `draft` and `medium` replace the pair's own.
 
-    `engine` "auto", or the one whose files are wanted. Raises ModelNotFound for an unknown name (with the nearest known one) and for a path that does not exist,
-    ModelFileError for a bad manifest, and for a file that is missing or has not the size that its manifest says,
-    CapabilityError for an engine that this model has no files for.
+    `engine` "auto", or the one whose files are wanted. Raises ModelNotFound for an unknown name (with the nearest known
+    one) and for a path that does not exist, ModelFileError for a bad manifest, and for a file that is missing or has
+    another size, CapabilityError for an engine that this model has no files for.
     """
     pair = _pair_called(name_or_path, engine)
     given = {role: path for role, path in (("draft", draft), ("medium", medium)) if path is not None}

@@ -16,7 +16,7 @@ pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.p
 from demo import DEMO
 from edgespec.cli.main import cli
 from edgespec.config.options import LoadOptions
-from edgespec.formats.head_file import read_head_file, write_head_file
+from edgespec.formats.head_file import read_head_file
 from edgespec.formats.manifest import read_pair, sha256_of
 from edgespec.installation import has_engine
 from edgespec.loading import requirements as given_heads
@@ -24,6 +24,7 @@ from edgespec.loading.own_models import drafted_from, pair_bytes
 from edgespec.loading.requirements import SHIPPED, Chosen, shipped_heads, target_use
 from edgespec.platform.files import shipped_models
 from gguf_conversions import export
+from trainlib.head_files import write_head_file
 
 TARGET, HEADS = DEMO / "demo-target-q8_0.gguf", DEMO / "heads" / "eagle.npz"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Self
@@ -70,6 +71,7 @@ class TableEngine(BookedEngine):
         can_rollback: bool = True,
     ) -> None:
         self.vocabulary = LetterVocabulary(table.shape[1], end_id)
+        self._cancel = threading.Event()
         self.facts = EngineFacts(
             name="table",
             architecture=f"table of order {order}",

@@ -179,7 +179,7 @@ class Embedder:
         """One pass over the tokens from `position` on."""
         self._rows.fill_pairs(position, token_ids, None, outputs=gives_states)
         what = f"embedding {len(token_ids)} tokens"
-        if self._cancel.is_set:
+        if self._cancel.is_set():
             check_pass(ABORTED, self._cancel, what)
         forget_complaints()
         check_pass(library().llama_decode(self._context, self._rows.struct), self._cancel, what)

@@ -298,17 +298,6 @@ class LlamaCppEngine(BookedEngine):
         library().llama_set_n_threads(self._context, threads, threads)
         return True
 
-    @property
-    def _is_cancelled(self) -> bool:
-        return self._cancel.is_set
-
-    @_is_cancelled.setter
-    def _is_cancelled(self, wanted: bool) -> None:
-        if wanted:
-            self._cancel.set()
-        else:
-            self._cancel.clear()
-
     def _free(self) -> None:
         self._held.close()
         self.vocabulary.close()

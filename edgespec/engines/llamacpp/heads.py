@@ -163,7 +163,7 @@ class Head(DraftHead):
 
     def _run(self, function: Any, width: int) -> None:
         """One pass over the first `width` rows."""
-        if self._cancel.is_set:
+        if self._cancel.is_set():
             check_pass(ABORTED, self._cancel, "the head's pass")
         forget_complaints()
         check_pass(function(self._context, self._rows.struct), self._cancel, f"a head's pass of {width} rows")

@@ -237,7 +237,6 @@ class CancelFlag:
                 memory = mmap.mmap(file.fileno(), 2)
         self._bytes = (ctypes.c_char * 2).from_buffer(memory)
 
-    @property
     def is_set(self) -> bool:
         return self._bytes.raw[0] != 0
 

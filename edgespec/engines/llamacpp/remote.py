@@ -194,7 +194,7 @@ class RemoteEngine(BookedEngine):
 
     def _require_progress(self) -> None:
         """Raises ChildEnded where a cancelled pass goes on because a server hangs."""
-        if self._cancel.is_set and monotonic() > self._cancelled_s + CANCEL_S:
+        if self._cancel.is_set() and monotonic() > self._cancelled_s + CANCEL_S:
             raise ChildEnded("cancelled", "its server hangs")
 
     def _raise_lost(self, ended: ChildEnded) -> NoReturn:
@@ -204,8 +204,8 @@ class RemoteEngine(BookedEngine):
             ask_all(self._use.endpoints, _DIAGNOSIS_S)
         except Unreachable as exc:
             raise Unreachable(f"{exc}. The target was lost with it; the next answer connects again") from ended
-        if self._is_cancelled:
-            self._is_cancelled = False
+        if self._cancel.is_set():
+            self._cancel.clear()
             raise Cancelled("the pass was cancelled, and its process was ended") from ended
         servers = f". All RPC servers ({', '.join(self._use.endpoints)}) answer now" if self._use.endpoints else ""
         raise Unreachable(
@@ -279,17 +279,9 @@ class RemoteEngine(BookedEngine):
         check_threads(threads, self.facts)
         return False  # the servers' threads are theirs
 
-    @property
-    def _is_cancelled(self) -> bool:
-        return self._cancel.is_set
-
-    @_is_cancelled.setter
-    def _is_cancelled(self, wanted: bool) -> None:
+    def cancel(self) -> None:
         self._cancelled_s = monotonic()
-        if wanted:
-            self._cancel.set()
-        else:
-            self._cancel.clear()
+        super().cancel()
 
     def _free(self) -> None:
         self._drop_child()

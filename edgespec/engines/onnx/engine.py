@@ -36,6 +36,7 @@ from edgespec.engines.onnx.graph import (
 from edgespec.engines.onnx.kernel_engine import HybridEngine, KernelEngine
 from edgespec.engines.onnx.library import (
     Bindings,
+    RunSwitch,
     SessionEngine,
     device_identity,
     library,
@@ -71,6 +72,7 @@ class OnnxEngine(SessionEngine):
     ) -> None:
         """`graph`: as `settings.provider` runs it in `session`; `note`: what the user should know of that."""
         self._options = run_options()
+        self._cancel = RunSwitch(self._options)
         self._bindings = Bindings(session, self._options)
         self._graph, self._settings = graph, settings
         self.vocabulary = TokenizerFile(source.folder, graph.vocabulary_size)

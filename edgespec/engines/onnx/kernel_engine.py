@@ -23,7 +23,7 @@ from edgespec.engines.booked import Checkpoints, SequenceBook, SequenceRows
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import DEFAULT_CONTEXT, MOST_CHECKPOINTS
 from edgespec.engines.onnx.graph import HIDDEN, LOGITS, OUTPUT_ROWS, Graph, read_graph
-from edgespec.engines.onnx.library import Bindings, SessionEngine, open_session, run_options, version
+from edgespec.engines.onnx.library import Bindings, RunSwitch, SessionEngine, open_session, run_options, version
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import GgufFile, Source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
@@ -54,6 +54,7 @@ class KernelEngine(SessionEngine):
         Raises CapabilityError for a device or a size that the kernels do not have.
         """
         self._options = run_options()
+        self._cancel = RunSwitch(self._options)
         place: dict[str, Any] = {"threads": settings.threads, "provider": settings.provider}
         place["arrays"] = source.arrays()
         self._open = partial(open_session, graph.serialised, source.folder, **place)

@@ -254,6 +254,22 @@ class Bindings:
         del self.session
 
 
+class RunSwitch:
+    """Ends passes with these options."""
+
+    def __init__(self, run_options: Any) -> None:
+        self._options = run_options
+
+    def is_set(self) -> bool:
+        return bool(self._options.terminate)
+
+    def set(self) -> None:
+        self._options.terminate = True
+
+    def clear(self) -> None:
+        self._options.terminate = False
+
+
 class SessionEngine(BookedEngine):
     """One ONNX model. Logits stay valid until the next `forward`. `_options`: of all its passes."""
 
@@ -267,14 +283,6 @@ class SessionEngine(BookedEngine):
         self._require_open()
         if wanted and not self._has_hidden:
             raise CapabilityError("this model was loaded without hidden states: load it with hidden_states=True")
-
-    @property
-    def _is_cancelled(self) -> bool:
-        return bool(self._options.terminate)
-
-    @_is_cancelled.setter
-    def _is_cancelled(self, wanted: bool) -> None:
-        self._options.terminate = wanted
 
 
 def reason(name: str, graph: bytes, said: str) -> str:
