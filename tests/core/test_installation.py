@@ -70,7 +70,6 @@ def test_a_missing_engine_is_named_with_the_command(monkeypatch: pytest.MonkeyPa
     ("error", "told"),
     [
         (ModuleNotFoundError("No module named 'no_such'", name="no_such"), "a graph needs no_such: "),
-        (ImportError("x.so: failed to map segment from shared object", name="onnx.part"),),
         (ImportError("x.so: undefined symbol: _Zx", name="onnx.part"), "a graph needs onnx, which fails: x.so"),
         (AttributeError("partially initialized module 'onnx'"), "a graph needs onnx, which fails: partially"),
     ],
