@@ -102,7 +102,7 @@ def check_head(target: ModelFile, head: ModelFile) -> str:
     if not target.is_gguf:
         raise CapabilityError(f"{head.path.name} is {HEAD_NAMES[kind]}, which needs a GGUF target")
     header = read_header(target.path)
-    width = header.metadata.get(f"{header.architecture}.embedding_length")
+    width = header.value("embedding_length")
     sizes = read_head(head.path)
     if sizes.form == "gemma4":
         check_cache(head.path.name, read_header(head.path), header)

@@ -177,7 +177,7 @@ def shipped_heads(source: Path, sha256: str | None = None) -> Path | None:
     for path in sorted(shipped_models().glob(f"*/{SHIPPED}")):
         try:
             manifest, header = read_head_manifest(path), read_header(source)
-            sizes = header.metadata.get(f"{header.architecture}.embedding_length"), len(header.tokens)
+            sizes = header.value("embedding_length"), len(header.tokens)
             is_like = sizes == (manifest.hidden_size, manifest.vocabulary_size)
             if is_like and (sha256 or known_sha256(source)) == manifest.target_sha256:
                 return path

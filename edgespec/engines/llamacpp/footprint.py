@@ -108,7 +108,7 @@ def recurrent_layers(header: GgufHeader) -> list[bool]:
     layers = _largest(header, "block_count") - _largest(header, "nextn_predict_layers")
     if interval := _largest(header, "full_attention_interval"):
         return [(layer + 1) % interval != 0 for layer in range(layers)]
-    heads = header.metadata.get(f"{header.architecture}.attention.head_count_kv")
+    heads = header.value("attention.head_count_kv")
     if isinstance(heads, GgufNumbers) and len(heads.items) >= layers:
         return [count == 0 for count in heads.items[:layers]]
     if header.architecture in ("qwen35", "qwen35moe", "qwen3next"):
@@ -254,9 +254,7 @@ def _is_repacked(tensor: TensorInfo, header: GgufHeader) -> bool:
 
 
 def _numbers(header: GgufHeader, name: str) -> list[int]:
-    found = header.metadata.get(f"{header.architecture}.{name}")
-    items = found.items if isinstance(found, GgufNumbers) else (found,)
-    return [item for item in items if isinstance(item, int)]
+    return [item for item in header.listed(name) if isinstance(item, int)]
 
 
 def _largest(header: GgufHeader, name: str) -> int:
