@@ -253,9 +253,8 @@ class BookedEngine(Engine):
         self._truncate(to_length, sequence)
         self._book.settle(sequence, to_length)
 
-    @abstractmethod
     def _truncate(self, to_length: int, sequence: int) -> None:
-        """Drop all tokens from position `to_length` on, and an unsettled tree."""
+        """Drop all tokens from position `to_length` on, and an unsettled tree, where they are not just written over."""
 
     def keep_path(self, rows: tuple[int, ...], sequence: int = 0) -> None:
         self._require_open()
@@ -263,9 +262,8 @@ class BookedEngine(Engine):
         self._keep(part, path, sequence)
         self._book.settle(sequence, part.base + len(path))
 
-    @abstractmethod
     def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
-        """Keep the rows of `path` of `part`, the last rows of a sequence, and drop the others."""
+        """Keep the rows of `path` of `part`, the last rows of a sequence, and drop the others, where it is no chain."""
 
     def fork(self, source: int, destination: int) -> None:
         self._require_open()

@@ -9,7 +9,6 @@ block caches the target's features of each token.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
@@ -121,13 +120,14 @@ class HeadFacts:
     keeps_oldest: bool = False  # its oldest entries can only be dropped with all others
 
 
-class DraftHead(Closing, ABC):
+class DraftHead(Closing):
     """One head with a cache of entries `start`..`end`, one generation at a time. Not thread safe, `cancel` excepted.
 
     Each form has passes of its own: `encode`, `decode` and, where it can, `branch` of one that reads pairs, `inject`
     and `block` of one that drafts a block, `step` of one that attends to the target's cache and has none, so that it
     serves all sequences. All raise BatchError, ContextFull, Cancelled and EngineError; results are views that the next
-    call overwrites. Logits of tokens that cannot be proposed are -inf, or missing at the end of a row.
+    call overwrites. Logits of tokens that cannot be proposed are -inf, or missing at the end of a row. One without a
+    cache, whose passes take less than a millisecond, has nothing to drop or to cancel.
     """
 
     facts: HeadFacts
@@ -206,26 +206,21 @@ class DraftHead(Closing, ABC):
     def _lacks(self, what: str) -> CapabilityError:
         return CapabilityError(f"a head of the kind {type(self).__name__} has no pass {what!r}: use its own drafter")
 
-    @abstractmethod
     def rollback(self, to_end: int) -> None:
         """Drop the entries from `to_end` on. Raises BatchError outside start..end."""
 
-    @abstractmethod
     def drop_before(self, start: int) -> None:
         """Drop the oldest entries, those before `start`. Raises BatchError outside start..end."""
 
-    @abstractmethod
     def restart(self, position: int) -> None:
         """Drop everything; the next entry is at `position`."""
 
     def set_threads(self, threads: int) -> None:
         """Use `threads` threads, at least 1, from the next pass on, where that can be changed."""
 
-    @abstractmethod
     def cancel(self) -> None:
         """End the running pass, or the next one, with Cancelled. May be called from any thread."""
 
-    @abstractmethod
     def clear_cancel(self) -> None:
         """Drop a `cancel` that has not ended a pass yet."""
 
@@ -236,6 +231,5 @@ class DraftHead(Closing, ABC):
         """
         return None
 
-    @abstractmethod
     def close(self) -> None:
         """Free everything; closing twice is allowed."""

@@ -54,7 +54,7 @@ class Footprint:
     `loading`, `loading_mapped`: what is needed only while the model is opened, of either kind; `reading`: only while
     its tokenizer is read, after that; `reserved`: addresses beyond those used.
     `context_length`: tokens of the full context, of which there are `sequences`; `grows`: their cache takes memory as
-    texts grow, and nothing before.
+    texts grow, and nothing before; `cache_type` of keys and values, for people.
     """
 
     mapped: int = 0
@@ -72,6 +72,7 @@ class Footprint:
     context_length: int = 0
     sequences: int = 1
     grows: bool = False
+    cache_type: str = ""
 
     @property
     def own(self) -> int:

@@ -6,6 +6,7 @@ The child opens each file, uses it as an engine would and reads all its weights.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,7 @@ from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound
 from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import head_kind_of
-from edgespec.formats.onnx.llama_config import WRITABLE
-from edgespec.installation import quoted, require_engine
+from edgespec.installation import require_engine
 from edgespec.platform import disk_cache
 from edgespec.platform.disk_cache import file_key, key_of
 from edgespec.platform.machine import has_address_limit
@@ -90,20 +90,15 @@ def _check_header(path: Path) -> None:
     if is_graph(path):
         require_engine("onnx", path.name)
         return
-    is_writable = check_gguf(path).architecture in WRITABLE
-    convert = f"or convert it: edgespec export {quoted(str(path))} --to onnx" if is_writable else ""
-    require_engine("llamacpp", path.name, convert)
+    check_gguf(path)
+    require_engine("llamacpp", path.name)
 
 
 def _trial_key(path: Path) -> str:
-    return key_of(PROBE_VERSION, _library_versions(path), tuple(map(file_key, _files(path))))
-
-
-def _library_versions(path: Path) -> str:
-    try:
-        return " ".join(map(version, ("onnxruntime", "tokenizers") if is_graph(path) else ("llama-cpp-python",)))
-    except PackageNotFoundError:
-        return ""
+    versions = ""
+    with suppress(PackageNotFoundError):
+        versions = " ".join(map(version, ("onnxruntime", "tokenizers") if is_graph(path) else ("llama-cpp-python",)))
+    return key_of(PROBE_VERSION, versions, tuple(map(file_key, _files(path))))
 
 
 def _files(path: Path) -> Sequence[Path]:

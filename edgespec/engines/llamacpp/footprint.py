@@ -165,6 +165,7 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
         reserved=reserved - compute + _GRAPH_NODE_BYTES * _graph_nodes(header),
         context_length=context,
         sequences=use.max_sequences,
+        cache_type="/".join(dict.fromkeys(kinds)),
     )
 
 
@@ -215,6 +216,7 @@ def head_footprint(path: Path, use: ModelUse) -> Footprint:
         cache=use.max_sequences * cache_bytes(sizes, context),
         compute=use.max_sequences * (pass_bytes(sizes) + features),
         vocabulary=_HEAD_VOCABULARY_BYTES * sizes.vocabulary_size,
+        cache_type="f16",
         context_length=context,
     )
 

@@ -254,12 +254,6 @@ class OnnxEngine(SessionEngine):
             if self._settings.provider != "cpu":
                 buffer.update_inplace(whole)
 
-    def _truncate(self, to_length: int, sequence: int) -> None:
-        """Cells beyond a sequence's length are overwritten before they are read."""
-
-    def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
-        """The path of a chain is its beginning, which is in place."""
-
     def _copy(self, source: int, destination: int) -> None:
         length = self._book.lengths[source]
         self._book.settle(destination, 0)

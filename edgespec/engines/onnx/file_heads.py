@@ -361,28 +361,10 @@ class MedusaHead(DraftHead):
         states, scores = self._graph.run(state=self._state, embedded=self._text.embed(np.array([token_id])))
         return self._text.scored.logits(states, scores), None
 
-    def rollback(self, to_end: int) -> None:
-        """There is no cache."""
-
-    def drop_before(self, start: int) -> None:
-        """There is no cache."""
-
-    def restart(self, position: int) -> None:
-        """There is no cache."""
-
     def another(self, sequence: int) -> MedusaHead:
         found = copy(self)
         found._text = self._text.another()
         return found
-
-    def cancel(self) -> None:
-        """A draft takes less than a millisecond."""
-
-    def clear_cancel(self) -> None:
-        """See `cancel`."""
-
-    def close(self) -> None:
-        """The graph goes with the last text."""
 
 
 class _Graph:

@@ -120,15 +120,9 @@ def _of_source(source: Source, use: ModelUse) -> Footprint:
         context_length=settings.context_length,
         sequences=use.max_sequences,
         grows=bool(graph.head_sizes),
+        cache_type=settings.cache_type_k,
     )
     return found if use.provider in ("auto", "cpu") else _on_device(found, files)
-
-
-def cache_type(path: Path, use: ModelUse) -> str:
-    """What its keys and values are stored as."""
-    source = open_source(path)
-    graph, _ = once("onnx products False None False False", path, lambda: _read(source, False))
-    return OnnxSettings.checked(graph, source.config(), use).cache_type_k
 
 
 def _results_bytes(graph: Graph, products: Products, settings: OnnxSettings) -> float:

@@ -208,9 +208,6 @@ class KernelEngine(SessionEngine):
         if self._hidden_size:
             binding.bind_output(HIDDEN, "cpu", 0, np.float32, (1, width, self._hidden_size), self._hidden.ctypes.data)
 
-    def _truncate(self, to_length: int, sequence: int) -> None:
-        """Cells beyond a sequence's length are written before they are read."""
-
     def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
         """The branch that is kept moves to the cells of its positions."""
         moved = [(position, row) for position, row in enumerate(path) if position != row]
