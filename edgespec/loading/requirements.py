@@ -19,7 +19,7 @@ from edgespec.drafters.spec import DRAFT, EXIT, FALLBACK, HEAD_FILES, MTP_LAYERS
 from edgespec.engines.llamacpp.library import has_gpu
 from edgespec.engines.model_use import MAX_BRANCHES, ModelUse
 from edgespec.errors import CapabilityError, EdgespecError
-from edgespec.formats.gguf.check import has_mtp
+from edgespec.formats.gguf.check import gives_only_embeddings, has_mtp
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
@@ -78,7 +78,8 @@ def _with_engines(options: LoadOptions, pair: ModelPair) -> ModelPair:
         if file.is_gguf and (why := _why_llamacpp(options, pair, role)):
             if role == "target" and options.engine == "onnx":
                 raise CapabilityError(f"--engine onnx cannot run {file.path.name}: {why}. Use --engine auto")
-            files[role] = replace(file, note=f"llama.cpp runs {file.path.name}: {why}")
+            if not gives_only_embeddings(read_header(file.path)):  # of which nobody expects else
+                files[role] = replace(file, note=f"llama.cpp runs {file.path.name}: {why}")
         elif file.is_gguf:
             files[role] = replace(file, runs_on="onnx")
     target, heads = files["target"], pair.heads
