@@ -304,8 +304,8 @@ class AutoController(Controller):
         bank.settle(record.accepted_tokens + 1, work_s + charged_s, plain_s)
         curve = costs.curve
         is_telling = not (is_plain and was_wide) or record.verify_s < plain_s or not curve.is_sure_of_plain
-        # A disturbed pass counts only until a first one was timed.
-        if is_telling and not costs.was_shared and not (curve.is_scaled and record.is_disturbed):
+        # A disturbed pass counts only until a first one was timed: on a busy machine there are no others.
+        if is_telling and not costs.was_shared and not (curve.is_sure_of_plain and record.is_disturbed):
             curve.observe(record.width, record.verify_s)
         if bank.is_guessed and curve.is_sure_of_plain:
             bank.scale(c.START_PASSES * curve.at(1))

@@ -11,6 +11,7 @@ from edgespec import GenerateOptions
 from edgespec.control import constants as c
 from edgespec.control.cost import CostCurve
 from edgespec.control.prices import RunCosts, best_length
+from edgespec.control.threads import ThreadControl
 from shared_passes import PASS_S, Costly, Ledger, rate, shared_model
 from simulation import CURVES, known_curve
 
@@ -70,6 +71,23 @@ def test_shared_passes_teach_what_plain_ones_cost() -> None:
     assert curve.is_scaled and curve.is_sure_of_plain
     assert curve.at(4) == pytest.approx(0.02, rel=0.15)
     assert 0.004 < curve.at(1) < 0.02
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_where_every_pass_is_disturbed_drafting_begins_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, is_kept: bool
+) -> None:
+    model, clock = shared_model(tmp_path, monkeypatch, {1: 1.0, 65: 1.0}, 0.3, count)
+    monkeypatch.setattr("edgespec.control.threads.Started.lacking_s", lambda started, threads: 9.0)
+    with model:
+        model.drafters.threads = ThreadControl([1], lambda threads: None, clock)
+        if is_kept:
+            curve = CostCurve.from_json({"plain": PASS_S, "rows": [0.0] * 66, "passes": [9.0] * 66, "seen": 50})
+            assert curve is not None
+            model.drafters.costs.run.curve = curve
+        _, stats = rate(model, clock, count, GenerateOptions(max_tokens=40), 2 * count)
+    assert sum(each.accepted_tokens for each in stats) > 10 * count
 
 
 def test_beside_many_rows_a_few_of_its_own_remain() -> None:
