@@ -18,7 +18,7 @@ from edgespec.cli.terminal import note, waiting
 from edgespec.platform.files import exists, expanded, resolved
 
 if TYPE_CHECKING:
-    from edgespec.export.pair import Exported, Reporter
+    from edgespec.export.pair import Reporter
     from edgespec.export.request import ExportRequest
     from edgespec.types import Progress
 
@@ -78,11 +78,11 @@ def command(**given: Any) -> int:
     request = _request(**given)
     reporter: Reporter = _Stages()
     try:
-        done = export_pair(request, reporter)
+        made, figures = export_pair(request, reporter)
     except KeyboardInterrupt:
         note("interrupted: nothing was written")
         return INTERRUPTED
-    _print(request, done)
+    _print(request.output, made, figures)
     return 0
 
 
@@ -133,17 +133,17 @@ def _weights_of(source: str) -> str:
     return str(resolve(source, engine="llamacpp").target)
 
 
-def _print(request: ExportRequest, done: Exported) -> None:
+def _print(folder: Path, made: Mapping[str, int], figures: Mapping[str, Any]) -> None:
     from edgespec.cli.shell import run_command
     from edgespec.export.room import human
     from edgespec.formats.manifest import read_pair
 
-    click.echo(f"{done.folder}")
-    for name, size in done.files.items():
+    click.echo(f"{folder}")
+    for name, size in made.items():
         click.echo(f"  {name}  {human(size)}")
-    for line in check_lines(done.figures):
+    for line in check_lines(figures):
         say(line)
-    say(f"run it: {run_command(_as_path(done.folder), read_pair(done.folder).files['target'])}")
+    say(f"run it: {run_command(_as_path(folder), read_pair(folder).files['target'])}")
 
 
 def _as_path(folder: Path) -> str:

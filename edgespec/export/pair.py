@@ -64,15 +64,6 @@ class Reporter(Protocol):
         """A stage of the work; the yielded function receives its progress."""
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """A finished pair: its folder, sizes in bytes by file, and the figures of the check (empty if skipped)."""
-
-    folder: Path
-    files: Mapping[str, int]
-    figures: Mapping[str, Any]
-
-
 class Weights(NamedTuple):
     """A GGUF that files are made of, and the type of most of it."""
 
@@ -104,8 +95,8 @@ class SourceModel:
         return None if self.checkpoint is None else self.checkpoint.folder
 
 
-def export_pair(request: ExportRequest, reporter: Reporter) -> Exported:
-    """Export the pair folder that `request` describes.
+def export_pair(request: ExportRequest, reporter: Reporter) -> tuple[dict[str, int], dict[str, Any]]:
+    """Export the pair folder that `request` describes: sizes in bytes by file, and the figures of the check.
 
     Raises UsageError and its subclasses (source, options, output), VocabularyMismatch (draft of another family),
     CapabilityError (missing package, not enough disk or memory), ExportRefused (a file differs from its source).
@@ -116,7 +107,7 @@ def export_pair(request: ExportRequest, reporter: Reporter) -> Exported:
         models = _fetched(request, _found(request, reporter), reporter)
         files, figures = _Export(request, models, workspace, reporter).make()
         workspace.publish()
-    return Exported(request.output, files, figures)
+    return files, figures
 
 
 # before work starts

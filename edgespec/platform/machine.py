@@ -68,7 +68,8 @@ def _apple_name() -> str:
 def _sysctl(name: bytes, value: Any) -> bool:
     """Read what macOS tells under a name into `value`, a buffer or a number; whether it does."""
     size = ctypes.c_size_t(ctypes.sizeof(value))
-    return ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0)) == 0
+    read = ctypes.CDLL(None).sysctlbyname
+    return bool(read(name, ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0)) == 0)
 
 
 def usable_processors() -> int:
