@@ -16,7 +16,7 @@ import pytest
 
 from demo import DEMO, TEST_THREADS
 from edgespec.installation import has_engine
-from hybrid_gguf import HybridShape, write_lfm2, write_qwen35
+from hybrid_gguf import HybridShape, write_granite, write_lfm2, write_qwen35
 from tiny_gguf import Shape, write_model
 from tiny_onnx import write_concatenated_model
 from trainlib import demo_texts as corpus
@@ -163,6 +163,13 @@ def lfm2moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with routed experts behind the first layer."""
     shape = HybridShape(hidden=512, experts=(6, 3, 32))
     return write_lfm2(tmp_path_factory.mktemp("models") / "lfm2moe.gguf", shape)
+
+
+@pytest.fixture(scope="session")
+def granitehybrid_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Granite 4 H: Mamba-2 layers with routed and shared experts."""
+    shape = HybridShape(hidden=512, experts=(6, 2, 32))
+    return write_granite(tmp_path_factory.mktemp("models") / "granitehybrid.gguf", shape)
 
 
 @pytest.fixture(scope="session")

@@ -187,13 +187,13 @@ def _size(each: Listed) -> str:
 def drafts(target: str, as_json: bool) -> int:
     """Rank draft models and heads for TARGET: those on this machine and those to pull.
 
-    Compares vocabularies, heads and targets as loading does, sizes and memory; bench measures what a draft gains. The
-    last line is the command to run. TARGET is a name, a file or a folder.
+    Compares vocabularies, heads and targets as loading does, sizes and memory. What a draft gains is a guess from its
+    size and its kind: bench measures it. The last line is the command to run. TARGET is a name, a file or a folder.
     """
     with waiting("comparing vocabularies"):
         aim = find_aim(target)
         found = rank(aim)
-    best = next((each for each in found if each.is_same and not each.why_not), None)
+    best = next((each for each in found if each.is_worth_it), None)
     commands = _commands(aim, target, best)
     if as_json:
         listed = [dataclasses.asdict(each) | {"path": each.path and str(each.path)} for each in found]
@@ -225,9 +225,15 @@ def _sentence(each: Candidate, aim: Aim) -> str:
     path = each.path
     is_below = path is not None and str(path) == each.name and path.is_relative_to(Path.cwd())
     name = str(path.relative_to(Path.cwd())) if path is not None and is_below else each.name
-    size = f"{each.bytes / 1e6:.0f} MB, {each.bytes / aim.bytes:.0%} of the target" if each.bytes else "size not known"
+    size = f"{each.bytes / 1e6:.0f} MB" if each.bytes else "size not known"
     said = [f"{name}: {size}", "here" if path else "to pull"]
     if each.why_not:
         return f"{', '.join(said)}; cannot draft: {', '.join(filter(None, (each.vocabulary, each.why_not)))}"
     said += ["with llama.cpp"] if each.leaves_kernels else []
-    return f"{', '.join(said)}; {each.vocabulary if each.is_head else f'vocabulary: {each.vocabulary}'}"
+    if not each.bytes:
+        return f"{', '.join(said)}; {each.vocabulary}"
+    gain = (
+        f"a token takes about {each.cost:.0%} of the target's, so up to {each.gain:.1f} times plain decoding if "
+        f"{each.right:.0%} of its tokens are right"
+    )
+    return f"{', '.join(said)}; {gain}; {each.vocabulary if each.is_head else f'vocabulary: {each.vocabulary}'}"

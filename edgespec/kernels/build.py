@@ -144,7 +144,7 @@ def link_flags(target: str) -> tuple[str, ...]:
     """What is missing in a library is otherwise found out when it is loaded; macOS writes down where it was linked."""
     if target.startswith("darwin"):
         return ("-Wl,-install_name,libedgespec_kernels.dylib",)
-    return ("-s", "-Wl,--as-needed", "-Wl,-z,defs", "-lm") if target.startswith("linux") else ()
+    return ("-s", "-pthread", "-Wl,--as-needed", "-Wl,-z,defs", "-lm") if target.startswith("linux") else ()
 
 
 def _units(known: dict[str, tuple[str, ...]]) -> Iterator[tuple[Path, tuple[str, ...]]]:

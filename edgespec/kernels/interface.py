@@ -48,6 +48,7 @@ def kernels() -> ctypes.CDLL:
     i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
     for name, result, arguments in (
         ("choose_path", i32, (ctypes.c_char_p,)),
+        ("use_threads", None, (i32,)),
         ("packed_bytes", i64, (i32, i64, i64)),
         ("pack", i32, (i32, pointer, i64, i64, pointer)),
         ("narrow", i32, (i32, pointer, i64, i64, pointer)),
@@ -138,13 +139,17 @@ def cache_bytes(kind: str, head_sizes: Sequence[int], slots: int, chunks: int) -
 
 
 class StateSizes(NamedTuple):
-    """Of a layer: inputs of its convolution, inputs that a result sees, heads; 0 heads: the convolution alone."""
+    """Of a layer: inputs of its convolution, inputs that a result sees, heads, numbers of a key and of a value.
+
+    0 heads: the convolution alone.
+    """
 
     channels: int
     taps: int
     key_heads: int = 0
     value_heads: int = 0
     head_size: int = 0
+    value_size: int = 0
 
 
 def states_bytes(layers: Sequence[StateSizes], slots: int, log: int) -> int | None:

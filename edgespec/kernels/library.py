@@ -21,7 +21,7 @@ from edgespec.installation import build_kernels_command, cause_of
 from edgespec.kernels.build import BuildError, build, find_library
 from edgespec.platform.files import absolute, expanded, user_folder
 
-ABI_VERSION = 4  # of the functions that the library exports
+ABI_VERSION = 5  # of the functions that the library exports
 PACKAGE = Path(__file__).parent
 SETTING = "EDGESPEC_KERNELS"
 

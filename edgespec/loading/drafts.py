@@ -1,14 +1,16 @@
 """Draft models and heads for a target: whether their vocabulary lets them draft for it, and which there are, ranked.
 
 A draft's cache counts in the target's token ids, or is mapped to them. The ranking compares by files alone, before any
-model is loaded; nobody knows what of a draft will be accepted, so that of those that fit the smallest comes first.
+model is loaded: by what a draft gains if as many of its tokens are right as of its kind often are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +21,7 @@ from edgespec.errors import CapabilityError, ConfigError, EdgespecError, Vocabul
 from edgespec.formats.gguf.check import HEAD_NAMES, main_layers, require_language_model
 from edgespec.formats.gguf.header import keeping_headers, read_header
 from edgespec.formats.gguf.heads import check_cache, head_kind_of, read_head
+from edgespec.formats.gguf.tables import EXPERT_KEYS
 from edgespec.formats.manifest import ModelFile, read_pair
 from edgespec.loading.catalogue import Entry, entries
 from edgespec.loading.own_models import files_of, fits
@@ -29,6 +32,13 @@ from edgespec.vocabulary import Vocabulary, check_same_vocabulary
 
 LEAST_OVERLAP = 0.5  # share of a text's tokens that a draft with another vocabulary must have
 MOST_SHARE = 0.5  # of the target's bytes: a larger draft hardly gains
+# Shares of drafted tokens that are right, by which drafts are ranked. Published ones of one family have 0.6 to 0.8;
+# of other families nobody tells, so that they count as clearly worse.
+RIGHT_OF_FAMILY, RIGHT_OF_OTHERS = 0.7, 0.5
+LEAST_COST = 0.05  # of a target's pass: what lies between two passes of a tiny draft
+LEAST_GAIN = 1.1  # over plain decoding; lookups, which cost nothing, gain as much
+_LONGEST = 8  # tokens of a draft that are thought of
+_NARROW_BITS = 4.5  # of a weight in Q4_0, which the kernels make of a draft's larger ones
 _MOST_NEIGHBOURS = 20
 
 
@@ -141,11 +151,11 @@ def _own_tokenizer(file: ModelFile) -> Vocabulary:
 # Which drafts there are for a target
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Aim:
     """The target that drafts are sought for: a file on this machine, or an entry that is not pulled yet.
 
-    `own_draft`: the draft that it runs with where none is named.
+    `own_draft`: the draft that it runs with where none is named; `token_bytes`: what a token reads of its weights.
     """
 
     name: str
@@ -154,23 +164,37 @@ class Aim:
     entry: Entry | None
     own_draft: Path | None = None
 
+    @cached_property
+    def token_bytes(self) -> float:
+        return _token_bytes(self.file) if self.file else self.bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A draft model or head for the target. `vocabulary`: how it compares; `why_not`: empty for one that can be used.
 
-    `bytes`: 0 for a head to pull, whose size only the hub knows. `is_same`: both have the same vocabulary, or are of
-    one family. `path`: where it is here. `leaves_kernels`: it has llama.cpp run a target that our kernels would run.
+    `bytes`: 0 for a head to pull, whose size only the hub knows. `path`: where it is here. `leaves_kernels`: it has
+    llama.cpp run a target that our kernels would run. `cost`: of a token, over one of the target's. `right`: the share
+    of its tokens that is thought right. `gain`: how many times as fast as plain decoding that would be.
     """
 
     name: str
     bytes: int
     vocabulary: str
-    is_same: bool = True
     why_not: str = ""
     path: Path | None = None
     is_head: bool = False
     leaves_kernels: bool = False
+    cost: float = LEAST_COST
+    right: float = RIGHT_OF_FAMILY
+    gain: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gain", expected_gain(self.cost, self.right))
+
+    @property
+    def is_worth_it(self) -> bool:
+        return not self.why_not and self.gain >= LEAST_GAIN
 
 
 def find_aim(text: str) -> Aim:
@@ -193,12 +217,41 @@ def _entry_like(name: str) -> Entry | None:
     return max(found, key=lambda entry: len(entry.name), default=None)
 
 
+def expected_gain(cost: float, right: float) -> float:
+    """Tokens in the time of one plain token, with drafts of the best length (Leviathan et al., 2023, theorem 3.8).
+
+    `cost` of a drafted token in plain ones; `right`: the share of them that is accepted. That a pass checks several
+    tokens in the time of one is nearly so on the kernels; elsewhere all drafts gain less, in the same order.
+    """
+    return max((1 - right ** (n + 1)) / ((1 - right) * (1 + n * cost)) for n in range(1, _LONGEST + 1))
+
+
+def _token_bytes(file: ModelFile, *, is_draft: bool = False) -> float:
+    """What a token reads of the weights: of experts those that it takes, of an embedding that is no head one row.
+
+    A draft's as our kernels pack them, where they run it.
+    """
+    if not file.is_gguf:
+        return file.all_bytes
+    header, found = read_header(file.path), 0.0
+    used, count = (header.metadata.get(f"{header.architecture}.{key}") for key in EXPERT_KEYS[1::-1])
+    taken = used / count if isinstance(used, int) and isinstance(count, int) and count else 1.0
+    has_head = any(tensor.name == "output.weight" for tensor in header.tensors)
+    is_narrow = is_draft and has_fast_kernels() and runs_on_kernels(file.path)
+    for tensor in header.tensors:
+        is_table = tensor.name.endswith("token_embd.weight")
+        if not (is_table and has_head):
+            narrow = math.prod(tensor.shape) * _NARROW_BITS / 8 if is_narrow and not is_table else math.inf
+            found += min(tensor.num_bytes, narrow) * (taken if "_exps." in tensor.name else 1.0)
+    return found
+
+
 def rank(aim: Aim) -> list[Candidate]:
-    """The drafts for a target: usable ones of its vocabulary that are here come first, then by size."""
+    """The drafts for a target: those that are here and gain something come first, then by what they should gain."""
     found = [*_here(aim), *_to_pull(aim)]
     too_large = "too large for the free memory beside the target"
     found = [replace(c, why_not=c.why_not or too_large) if fits(aim.bytes + c.bytes) is False else c for c in found]
-    return sorted(found, key=lambda c: (bool(c.why_not), not c.is_same, c.path is None, c.leaves_kernels, c.bytes))
+    return sorted(found, key=lambda c: (not c.is_worth_it, bool(c.why_not), c.path is None, c.leaves_kernels, -c.gain))
 
 
 def _here(aim: Aim) -> Iterator[Candidate]:
@@ -208,7 +261,8 @@ def _here(aim: Aim) -> Iterator[Candidate]:
     with keeping_headers(), open_vocabulary(aim.file) as ours:
         for name, file in _files_here(aim.file).items():
             if file.all_bytes <= MOST_SHARE * aim.bytes:
-                yield _compared(Candidate(name, file.all_bytes, "", path=file.path), aim.file, ours, file)
+                cost = max(_token_bytes(file, is_draft=True) / aim.token_bytes, LEAST_COST)
+                yield _compared(Candidate(name, file.all_bytes, "", path=file.path, cost=cost), aim.file, ours, file)
 
 
 def _compared(candidate: Candidate, target: ModelFile, ours: Vocabulary, file: ModelFile) -> Candidate:
@@ -224,9 +278,9 @@ def _compared(candidate: Candidate, target: ModelFile, ours: Vocabulary, file: M
             share = _share_of_text(ours, VocabularyMap(ours, theirs))
         said = f"{differs}; {share:.0%} of the tokens of ordinary text can be drafted"
         why_not = "too different" if share < LEAST_OVERLAP else ""
-        return replace(candidate, vocabulary=said, is_same=False, why_not=why_not)
+        return replace(candidate, vocabulary=said, right=share * RIGHT_OF_OTHERS, why_not=why_not)
     except EdgespecError as exc:
-        return replace(candidate, is_same=False, why_not=" ".join(str(exc).split()))
+        return replace(candidate, why_not=" ".join(str(exc).split()))
 
 
 def _files_here(target: ModelFile) -> dict[str, ModelFile]:
@@ -253,15 +307,25 @@ def _files_here(target: ModelFile) -> dict[str, ModelFile]:
 
 
 def _to_pull(aim: Aim) -> Iterator[Candidate]:
-    """Heads that were published for the target, and smaller models of its family that `_here` does not compare."""
+    """Heads that were published for the target, and models that `_here` does not compare: smaller ones of its family,
+    and the best of another family, if that is thought to gain more than these.
+    """
     if aim.entry is None:
         return
     for head in aim.entry.heads:
         why_not = "" if head.gguf else f"to be converted first: {head.command(aim.entry.name)}"
         said, leaves_kernels = f"{head.kind} head made for {head.target}", head.kind != "mtp" and has_fast_kernels()
-        yield Candidate(head.gguf or head.repo, 0, said, True, why_not, None, True, leaves_kernels)
+        yield Candidate(head.gguf or head.repo, 0, said, why_not, None, True, leaves_kernels)
+    family: list[Candidate] = []
+    others: list[Candidate] = []
     for entry in entries().values():
-        size = entry.guessed_bytes()
+        size, is_own = entry.guessed_bytes(), entry.family == aim.entry.family
         is_compared = aim.file is not None and is_known(entry.name)
-        if entry.family == aim.entry.family and size <= MOST_SHARE * aim.bytes and not is_compared:
-            yield Candidate(entry.name, size, f"family {entry.family}, compared once it is on this machine")
+        if size <= MOST_SHARE * aim.bytes and not is_compared and (is_own or not entry.draft_only):
+            said = f"{'' if is_own else 'another '}family {entry.family}, compared once it is on this machine"
+            cost, right = max(size / aim.token_bytes, LEAST_COST), RIGHT_OF_FAMILY if is_own else RIGHT_OF_OTHERS
+            (family if is_own else others).append(Candidate(entry.name, size, said, cost=cost, right=right))
+    yield from family
+    best = max(others, key=lambda each: (each.gain, -each.bytes), default=None)
+    if best is not None and all(best.gain > each.gain for each in family):
+        yield best

@@ -380,19 +380,31 @@ def one_attention(rng: np.random.Generator) -> str:
 
 
 def one_recurrence(rng: np.random.Generator) -> str:
-    """Passes of both recurrent operators over states."""
+    """Passes of the recurrent operators over states."""
     keys, size, taps = int(rng.integers(1, 4)), int(rng.choice([16, 32, 48, 80])), int(rng.integers(2, 6))
     values, width, slots, log = keys * int(rng.integers(1, 4)), int(rng.integers(1, 70)), int(rng.integers(1, 4)), 24
     channels, inner = (2 * keys + values) * size, values * size
-    layers = [StateSizes(channels, taps, keys, values, size), StateSizes(width, 3)]
-    attributes: dict[str, Any] = {"layer": 0, "key_heads": keys, "value_heads": values, "size": size}
+    wide = int(rng.choice([16, 64]))  # a value of Mamba's
+    seen, result = 2 * keys * size + values * wide, values * wide
+    layers = [StateSizes(channels, taps, keys, values, size, size), StateSizes(width, 3)]
+    layers.append(StateSizes(seen, taps, keys, values, size, wide))
+    attributes: dict[str, Any] = {
+        "layer": 0,
+        "key_heads": keys,
+        "value_heads": values,
+        "size": size,
+        "value_size": size,
+    }
     usually(rng, 0.1, attributes, list(attributes), HOSTILE)
     number = int(rng.choice(HOSTILE)) if rng.random() < 0.05 else 1
+    of_mamba = attributes | {"layer": 2, "value_size": wide}
     shapes = {"kernel": [taps, channels], "bias": [values], "rate": [values], "norm": [size], "taps": [3, width]}
+    shapes |= {"seen": [taps, seen], "skip": [values], "shift": [seen]}
     usually(rng, 0.1, shapes, list(shapes), lambda: odd_shape(rng))
     weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     names = ["x", "rates", "kernel", "bias", "rate", "norm", "rows", "states"]
-    inputs = dict.fromkeys(("x", "rates", "bcx"), TensorProto.FLOAT)
+    mamba_names = ["kqv", "times", "seen", "bias", "rate", "skip", "shift", "rows", "states"]
+    inputs = dict.fromkeys(("x", "rates", "bcx", "kqv", "times"), TensorProto.FLOAT)
     inputs |= {"rows": TensorProto.INT32, "states": TensorProto.INT64}
     ends, passes = [0] * slots, []
     for _ in range(int(rng.integers(1, 5))):
@@ -400,7 +412,8 @@ def one_recurrence(rng: np.random.Generator) -> str:
         rows = random_rows(rng, slots, bases.__getitem__, 0)
         for slot, base in enumerate(bases):
             ends[slot] = base + int(rng.integers(0, int((rows[:, 0] == slot).sum()) + 1))
-        passes.append(random_pass(rng, rows, {"x": channels + inner, "rates": 2 * values, "bcx": 3 * width}))
+        widths = {"x": channels + inner, "rates": 2 * values, "bcx": 3 * width, "kqv": seen + result, "times": values}
+        passes.append(random_pass(rng, rows, widths))
     filled = np.zeros(states_bytes(layers, slots, log) or 0, np.uint8)
     if rng.random() < 0.2:  # states that no pass wrote
         filled = rng.integers(0, 256, filled.size, dtype=np.uint8)
@@ -414,7 +427,8 @@ def one_recurrence(rng: np.random.Generator) -> str:
         try:
             delta = node("DeltaNet", names, ["y"], epsilon=1e-6, **attributes)
             short = node("ShortConv", ["bcx", "taps", "rows", "states"], ["z"], layer=number)
-            model = session([delta, short], inputs, ["y", "z"], weights, threads)
+            mamba = node("Mamba2", mamba_names, ["m"], **of_mamba)
+            model = session([delta, short, mamba], inputs, ["y", "z", "m"], weights, threads)
             named = {"states": np.array([states.number if hostile_name is None else hostile_name])}
             yield from [each for given in passes for each in model.run(None, given | named)]
         finally:
@@ -441,9 +455,9 @@ def held(kind: str, memory: np.ndarray, *sizes: Any) -> Iterator[int]:
 def one_states(rng: np.random.Generator) -> str:
     """What is written comes back, in another slot, too."""
     kernels = interface.kernels()
-    sizes = np.array([[7, 3, 0, 0, 0], [5 * 16, 4, 1, 3, 16]], np.int32)
+    sizes = np.array([[7, 3, 0, 0, 0, 0], [2 * 16 + 3 * 32, 4, 1, 3, 16, 32]], np.int32)
     if rng.random() < 0.4:
-        sizes[int(rng.integers(2)), int(rng.integers(5))] = int(rng.choice(HOSTILE_32))
+        sizes[int(rng.integers(2)), int(rng.integers(6))] = int(rng.choice(HOSTILE_32))
     layers, slots, log = (int(rng.choice([*[usual] * 30, *HOSTILE])) for usual in (2, 3, 9))
     layers = min(layers, 2)
     size = kernels.edgespec_state_bytes(sizes.ctypes.data, layers, slots, log)

@@ -12,7 +12,7 @@ import pytest
 from command_line import refusal, run
 from demo import DEMO
 from edgespec.loading.catalogue import entries
-from edgespec.loading.drafts import find_aim, rank
+from edgespec.loading.drafts import expected_gain, find_aim, rank
 from edgespec.loading.own_models import write_manifest
 from edgespec.loading.registry import resolve
 from tiny_gguf import Shape, write_model
@@ -76,7 +76,7 @@ def test_published_heads_are_listed_with_the_command_that_gets_or_converts_them(
 
 def test_published_heads_are_ranked_with_the_drafts():
     told = json.loads(run("pair", "qwen3.6-27b", "--json").stdout)
-    names = [each["name"].partition(":")[2] for each in told["drafts"]]
+    names = [each["name"].partition(":")[2] for each in told["drafts"] if each["is_head"]]
     assert names == ["mtp-Qwen3.6-27B-Q8_0.gguf", "dflash-Qwen3.6-27B-Q8_0.gguf"]
     assert told["commands"] == ["edgespec pull qwen3.6-27b", "edgespec chat qwen3.6-27b"]
     said = run("pair", "gpt-oss-20b")
@@ -165,8 +165,13 @@ def neighbours(tmp_path: Path) -> Path:
     return write_model(folder / "target.gguf", Shape(layers=8))
 
 
-def test_pair_ranks_by_vocabulary_and_size(neighbours: Path):
+def test_pair_ranks_by_what_a_draft_should_gain(neighbours: Path):
     found = {Path(each.name).name: each for each in rank(find_aim(str(neighbours)))}
+    small, other = (found[name] for name in ("small.gguf", "other.gguf"))
+    assert small.right > other.right > 0 and small.gain > other.gain > 1
+    # A cheap draft of which half is right before one of which more is, but for half of a pass each; no other way round.
+    assert expected_gain(0.1, 0.5) > expected_gain(0.5, 0.7) > 1 > expected_gain(0.5, 0.4)
+    assert expected_gain(0.1, 0.5) < expected_gain(0.1, 0.7)
     assert "large.gguf" not in found and "broken.gguf" not in found and "target.gguf" not in found
     assert found["small.gguf"].vocabulary == "the same" and not found["small.gguf"].why_not
     assert "token 286 is 'ga' in the target" in found["other.gguf"].vocabulary
@@ -203,10 +208,11 @@ def test_a_draft_that_does_not_fit_is_not_recommended(neighbours: Path, monkeypa
     assert done.stdout.splitlines()[-1] == f"edgespec chat {neighbours}"
 
 
-def test_a_pulled_target_gets_drafts_of_its_family(neighbours: Path):
+def test_a_pulled_target_gets_drafts_of_its_family(neighbours: Path, monkeypatch: pytest.MonkeyPatch):
     target = neighbours.rename(neighbours.with_name("Qwen3-8B-Q4_K_M.gguf"))
     with target.open("ab") as file:
         file.truncate(5 << 30)  # as large as the model that it is named for; the rest is never read
+    monkeypatch.setattr("edgespec.loading.drafts._token_bytes", lambda file, **_: file.all_bytes)
     names = [each.name for each in rank(find_aim(str(target))) if each.path is None and not each.is_head]
     assert names[0] == "qwen3-0.6b" and set(names) <= {"qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"}
 

@@ -154,6 +154,32 @@ def test_a_tree_of_guesses_has_the_bits_of_its_paths(head: DraftHead) -> None:
         head.rollback(5)
 
 
+@pytest.mark.skipif(library_path() is None, reason="the kernels are not built: scripts/run.py test builds them")
+def test_a_text_of_other_tokens_gets_all_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the target's own tiles; the logits are those of a layer that scores all tokens."""
+    first = 128
+    token_ids, states = pairs(12)
+    ids, few, many = np.array(token_ids, np.int32), np.full(40, first - 1, np.int32), np.full(40, first, np.int32)
+    found = []
+    for most in (first, 1 << 16):
+        monkeypatch.setattr("edgespec.formats.gguf.hybrid.MOST_PREDICTED", most)
+        path = write_qwen35(tmp_path / f"{most}.gguf", SHAPE, has_mtp=True)
+        with OnnxEngine.load(path, context_length=64, threads=1) as engine, opened(engine, None) as head:
+            for text in (few, many, np.array([], np.int32)):
+                head.follow(text)
+                found.append([head.decode(ids[:5], states[:5])[0].copy()])
+                found[-1].append(head.branch(ids[5:], states[5:], [-1, 0, 0, -1, 2, 1, 3], [0, 2, 6])[0].copy())
+                head.restart(0)
+            if made := engine.source.drafter().rest_of_head():
+                (rest,) = made[1].values()
+                assert any(np.shares_memory(rest, each) for each in engine.source._tiles.values())
+    narrow, wide, again, *whole = found
+    for each in (*whole, wide):
+        assert all(np.array_equal(a, b) for a, b in zip(each, whole[0], strict=True))
+    for each in (narrow, again):
+        assert all(np.array_equal(a, b[..., :first]) for a, b in zip(each, whole[0], strict=True))
+
+
 def test_both_engines_compute_a_layer_with_experts(qwen35moe_path: Path) -> None:
     if library_path() is None:
         pytest.skip("the kernels are not built: scripts/run.py test builds them")

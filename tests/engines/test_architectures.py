@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from edgespec.kernels.library import library_path
 from edgespec.types import Batch, Logits, packed
 from tiled import bits
 from tiny_architectures import CASES, LONG, hub_model, with_halves, write
-from tiny_graphs import mean_kl
+from tiny_graphs import mean_kl, tiny_files
 from tiny_mixtures import CASES as MIXTURES
 from tiny_mixtures import write as write_mixture
 
@@ -38,18 +39,26 @@ NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="compares wi
 IDS = np.random.default_rng(5).integers(3, 250, 400).tolist()
 # Phi's factors of longer contexts than it was trained for have names of their own.
 NAMES = [*CASES, "phi4-long"]
-ALL = [*NAMES, *MIXTURES]
+HYBRIDS = "qwen35", "qwen35moe", "lfm2", "lfm2moe", "granitehybrid"  # see test_hybrid_engine, too
+CONVERTED = [name for name in WRITABLE if name not in CASES]  # from checkpoints
+ALL = [*NAMES, *MIXTURES, *CONVERTED, *HYBRIDS]
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    writable = tiny_files(tmp_path_factory.mktemp("writable"))
     folder, made = tmp_path_factory.mktemp("tiny"), dict[str, Path]()
 
     def path(name: str) -> Path:
         name = name.removesuffix("-long")
         if name not in made:
             to = folder / f"{name}.gguf"
-            made[name] = write(to, CASES[name]) if name in CASES else write_mixture(to, MIXTURES[name])
+            if name in HYBRIDS:
+                made[name] = request.getfixturevalue(f"{name}_path")
+            elif name in CONVERTED:
+                made[name] = writable(name)
+            else:
+                made[name] = write(to, CASES[name]) if name in CASES else write_mixture(to, MIXTURES[name])
         return made[name]
 
     return path
@@ -66,25 +75,27 @@ def scored(engine: Engine, ids: list[int], step: int) -> Logits:
 
 
 def test_all_that_run_are_compared() -> None:
-    others = {"qwen3moe", "gpt-oss", "gemma4", "gemma4-assistant", "qwen35", "qwen35moe", "lfm2", "lfm2moe", *WRITABLE}
+    others = {"qwen3moe", "gpt-oss", "gemma4", "gemma4-assistant", *HYBRIDS, *WRITABLE}
     assert set(KINDS) == others | {case.kind for case in CASES.values()}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *CONVERTED])
 def test_logits_are_those_of_transformers(name: str, tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose attention is over keys and values in half precision, too."""
     torch = pytest.importorskip("torch", reason="compares with transformers, which needs torch")
-    pytest.importorskip("transformers", reason="compares with transformers")
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
     ids = IDS if name.endswith("-long") else IDS[:150]
-    model = hub_model(CASES[name.removesuffix("-long")])
+    case = CASES.get(name.removesuffix("-long"))
+    read = partial(transformers.AutoModelForCausalLM.from_pretrained, attn_implementation="eager")
+    model = hub_model(case) if case else read(tiny(name).with_suffix(""))
     module = import_module(type(model).__module__)
     monkeypatch.setattr(module, "eager_attention_forward", with_halves(module.eager_attention_forward))
     with torch.no_grad():
         wanted = model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
     with OnnxEngine.load(tiny(name), **use(name)) as engine:
         found = scored(engine, ids, len(ids))
-    layers = CASES[name.removesuffix("-long")].layers
-    assert np.sqrt(np.square(found - wanted).mean()) < (1e-4 if layers < 64 else 4e-4) * wanted.std()
+    limit = 4e-4 if case and case.layers >= 64 else 1e-4
+    assert np.sqrt(np.square(found - wanted).mean()) < limit * wanted.std()
 
 
 @NEEDS_LLAMA
@@ -110,7 +121,7 @@ def test_a_row_has_the_same_bits_at_all_widths_in_trees_and_beside_others(name: 
         wanted = scored(engine, ids, 63)
         for step in (1, 2, 3, 7, 16, 130):
             assert np.array_equal(bits(scored(engine, ids, step)), bits(wanted)), step
-        engine.rollback(20)
+        scored(engine, ids[:20], 20)
         parents, zeros = np.array([-1, 0, 1, 0, 3, 4], np.int32), np.zeros(6, np.int32)
         tokens = np.array([*ids[20:23], *ids[40:43]], np.int32)
         tree = engine.forward(Batch(tokens, parents, zeros, zeros == 0)).copy()
@@ -124,13 +135,14 @@ def test_a_row_has_the_same_bits_at_all_widths_in_trees_and_beside_others(name: 
     assert np.array_equal(bits(together[:20]), bits(wanted[:20]))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_memory_is_what_was_planned(name: str, tiny) -> None:
     given = use(name)
     planned = footprint(tiny(name), ModelUse(**given))
     with OnnxEngine.load(tiny(name), **given) as engine:
         arrays = engine.source.arrays().values()
-        assert planned.cache == engine._cache._chunks.nbytes
+        if name not in HYBRIDS:  # whose states are in it, see there
+            assert planned.cache == engine._cache._chunks.nbytes
         # Padding of tiles to 16 outputs, and vectors that lie in the graph.
         held = sum(each.nbytes for each in arrays)
         assert abs(planned.packed - SESSION_BYTES - held) < 0.03 * held + 20_000

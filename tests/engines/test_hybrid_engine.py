@@ -22,7 +22,7 @@ from edgespec.errors import BatchError, Cancelled, CapabilityError, StateError
 from edgespec.installation import has_engine
 from edgespec.kernels.library import library_path
 from edgespec.types import Batch, Draft, Logits
-from hybrid_gguf import HybridShape, tensors_of, write_lfm2, write_qwen35
+from hybrid_gguf import HybridShape, tensors_of, write_granite, write_lfm2, write_qwen35
 from tiny_gguf import replace_metadata, write_model
 
 pytestmark = pytest.mark.skipif(
@@ -32,7 +32,7 @@ PROMPT = "the cat sat on the mat, the cat sat on the"
 OPTIONS = GenerateOptions(max_tokens=48, ignore_eos=True, logprobs=True)
 
 
-@pytest.fixture(scope="module", params=["qwen35", "qwen35moe", "lfm2", "lfm2moe"])
+@pytest.fixture(scope="module", params=["qwen35", "qwen35moe", "lfm2", "lfm2moe", "granitehybrid"])
 def hybrid(request: pytest.FixtureRequest) -> Path:
     path: Path = request.getfixturevalue(f"{request.param}_path")
     return path
@@ -73,7 +73,18 @@ def test_logits_are_those_of_llama_cpp(hybrid: Path, engine: HybridEngine) -> No
     assert np.abs(chained(engine, ids) - wanted).max() < 5e-3 * wanted.std()
 
 
-@pytest.mark.parametrize("kind", ["qwen35", "qwen35moe", "lfm2", "lfm2moe"])
+@pytest.mark.parametrize("write", [write_qwen35, write_lfm2, write_granite])
+def test_with_weights_of_4_bits_logits_are_near_those_of_llama_cpp(write: Callable[..., Path], tmp_path: Path) -> None:
+    """Both round activations, each in its way."""
+    if not has_engine("llamacpp"):
+        pytest.skip("compares with llama.cpp, which is not installed")
+    path = write(tmp_path / "four.gguf", HybridShape(weights=gguf.GGMLQuantizationType.Q4_0))
+    with opened(path) as ours, LlamaCppEngine.load(path, context_length=400, threads=1) as theirs:
+        found, wanted = chained(ours, ids_of(100)), theirs.forward(Batch.chain(ids_of(100))).copy()
+    assert np.sqrt(np.square(found - wanted).mean()) < 0.04 * wanted.std()
+
+
+@pytest.mark.parametrize("kind", ["qwen35", "qwen35moe", "lfm2", "lfm2moe", "granitehybrid", "granitehybridmoe"])
 def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="this comparison needs torch: scripts/run.py install export")
     transformers = pytest.importorskip("transformers")
@@ -81,10 +92,12 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
         pytest.skip("this release of transformers has no Qwen3.5")
     from hub_hybrids import make_hybrid
 
-    shape = HybridShape(head_size=16 if kind.startswith("lfm2") else 32, rotated=16, state_heads=6, key_heads=2)
+    shape = HybridShape(head_size=32 if kind.startswith("qwen35") else 16, rotated=16, state_heads=6, key_heads=2)
     if kind == "qwen35moe":
         shape = replace(shape, experts=(6, 2, 32), is_joined=True)
-    if kind == "lfm2moe":
+    if kind.startswith("granite"):  # twice as many values as the model is wide
+        shape = replace(shape, state_heads=4)
+    if kind in ("lfm2moe", "granitehybridmoe"):
         shape = replace(shape, experts=(6, 3, 32))
     model, ids = make_hybrid(kind, tmp_path / "model.gguf", shape), ids_of(100)
     with torch.no_grad():
@@ -257,6 +270,9 @@ def test_a_layer_that_predicts_further_tokens_changes_no_bit(tmp_path: Path) -> 
         (write_qwen35, {"qwen35.full_attention_interval": 5}, "its layers are all of one kind"),
         (write_qwen35, {"qwen35.rope.dimension_count": 18}, "rope.dimension_count 18 is odd, or above"),
         (write_qwen35, {"qwen35.attn_logit_softcapping": 5.0}, "attn_logit_softcapping = 5.0 is not known"),
+        (write_granite, {"granitehybrid.ssm.group_count": 2}, "16 numbers of a key in 2 groups; the kernels have"),
+        (write_granite, {"granitehybrid.ssm.inner_size": 96}, "4 heads, 96 values and"),
+        (write_granite, {"granitehybrid.ssm.inner_size": 64}, "needs the tensor 'blk.0.ssm_in.weight' of (64, 164)"),
         (write_lfm2, {"lfm2.attention.head_count_kv": [0, 0, 0]}, "(0, 0, 0) heads of keys"),
         (write_lfm2, {"lfm2.attention.head_count_kv": [0, 2, 0, 1]}, "(0, 2, 0, 1) heads of keys"),
         (write_lfm2_moe, {"lfm2moe.expert_gating_func": 1}, "expert_gating_func is not 2, a sigmoid"),

@@ -6,8 +6,14 @@ llama.cpp reads the cache of a lone row in as many parts as it has threads.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from textwrap import dedent
 
 import numpy as np
 import pytest
@@ -18,7 +24,9 @@ from demo import DEMO
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.base import Engine
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
+from edgespec.engines.onnx.engine import OnnxEngine
 from edgespec.errors import ConfigError
+from edgespec.kernels.library import library_path
 from edgespec.types import Batch
 from lossless import PROMPTS
 
@@ -77,8 +85,6 @@ def assert_set(engine: Engine, threads: int) -> None:
 
 
 def test_onnx_runtime_gives_the_same_bits_with_one_thread_and_two(onnx_path: Path) -> None:
-    from edgespec.engines.onnx import OnnxEngine
-
     found = []
     for threads in (1, 2):
         with OnnxEngine.load(onnx_path, context_length=800, threads=threads) as engine:
@@ -102,13 +108,57 @@ def test_texts_are_the_same_whatever_the_threads_do(drafter: str) -> None:
             assert events.logprob == expected.logprobs[step]
 
 
-def test_on_the_kernels_threads_that_sleep_give_the_same_bits_and_go_on_from_the_same_cache(target_path: Path) -> None:
-    from edgespec.engines.onnx import OnnxEngine
-
+def test_on_the_kernels_one_thread_and_two_give_the_same_bits_and_go_on_from_the_same_cache(target_path: Path) -> None:
     with OnnxEngine.load(target_path, context_length=800, threads=2) as engine:
         if engine.facts.can_tree is False:
             pytest.skip("the kernels are not built")
-        spinning, sleeping = snapshot(engine, lambda turn: None), snapshot(engine, lambda turn: assert_set(engine, 1))
-        assert spinning == sleeping == snapshot(engine, lambda turn: assert_set(engine, 1 + turn % 2))
+        two, one = snapshot(engine, lambda turn: None), snapshot(engine, lambda turn: assert_set(engine, 1))
+        assert two == one == snapshot(engine, lambda turn: assert_set(engine, 1 + turn % 2))
         with pytest.raises(ConfigError, match=r"loaded for 1\.\.2"):
             engine.set_threads(3)
+
+
+@pytest.mark.skipif(library_path() is None, reason="the kernels are not built")
+def test_more_callers_at_once_than_the_kernels_have_teams_of_threads_get_the_same_bits() -> None:
+    batch = Batch.chain(np.arange(40) % 290)
+    with ExitStack() as opened:
+        path = DEMO / "demo-target-q8_0.gguf"
+        threads = (1, 2, 3, 4, 2, 3, 4)
+        engines = [opened.enter_context(OnnxEngine.load(path, context_length=64, threads=each)) for each in threads]
+        expected = engines[0].forward(batch).tobytes()
+        engines[0].rollback(0)
+
+        def score(engine: Engine) -> bool:
+            found = []
+            for _ in range(12):
+                found.append(engine.forward(batch).tobytes())
+                engine.rollback(0)
+            return set(found) == {expected}
+
+        with ThreadPoolExecutor(len(engines)) as pool:
+            assert all(pool.map(score, engines))
+
+
+@pytest.mark.skipif(library_path() is None or not hasattr(os, "fork"), reason="no kernels, or no fork")
+def test_a_fork_has_threads_of_its_own() -> None:
+    """The parent's do not exist there, and nobody waits for them."""
+    code = """
+        import os, signal, sys
+        from pathlib import Path
+        import numpy as np
+        from edgespec.engines.onnx import OnnxEngine
+        from edgespec.types import Batch
+        engine = OnnxEngine.load(Path(sys.argv[1]), context_length=64, threads=2)
+        expected = engine.forward(Batch.chain(np.arange(40))).tobytes()
+        engine.rollback(0)
+        child = os.fork()
+        if not child:
+            signal.alarm(100)
+        assert engine.forward(Batch.chain(np.arange(40))).tobytes() == expected
+        if not child:
+            os._exit(7)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """
+    command = [sys.executable, "-W", "ignore", "-c", dedent(code), str(DEMO / "demo-target-q8_0.gguf")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert found.stdout.strip() == "7", found.stderr

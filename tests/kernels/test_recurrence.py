@@ -1,4 +1,4 @@
-"""The operators DeltaNet and ShortConv: right, and the same bits however rows come, are dropped and come again."""
+"""DeltaNet, Mamba2 and ShortConv: right, and the same bits however rows come, are dropped and come again."""
 
 from collections.abc import Sequence
 
@@ -16,13 +16,18 @@ SLOTS, LENGTH, LOG = 3, 150, 12
 KEY_HEADS, VALUE_HEADS, SIZE, TAPS = 2, 6, 48, 4
 INNER, CHANNELS = VALUE_HEADS * SIZE, (2 * KEY_HEADS + VALUE_HEADS) * SIZE
 WIDTH = 40  # of the short convolution
-DELTA, SHORT = StateSizes(CHANNELS, TAPS, KEY_HEADS, VALUE_HEADS, SIZE), StateSizes(WIDTH, 3)
-ATTRIBUTES = {"layer": 1, "key_heads": KEY_HEADS, "value_heads": VALUE_HEADS, "size": SIZE, "epsilon": 1e-6}
+HEADS, KEYS, VALUES = 3, 32, 80  # of Mamba-2: heads with one key, of so many numbers, and values of others
+SEEN, RESULT = 2 * KEYS + HEADS * VALUES, HEADS * VALUES
+DELTA, SHORT = StateSizes(CHANNELS, TAPS, KEY_HEADS, VALUE_HEADS, SIZE, SIZE), StateSizes(WIDTH, 3)
+MAMBA = StateSizes(SEEN, TAPS, 1, HEADS, KEYS, VALUES)
+ATTRIBUTES = {"layer": 1, "key_heads": KEY_HEADS, "value_heads": VALUE_HEADS, "size": SIZE, "value_size": SIZE}
+ATTRIBUTES |= {"epsilon": 1e-6}
+OF_MAMBA = {"layer": 2, "key_heads": 1, "value_heads": HEADS, "size": KEYS, "value_size": VALUES}
 FLOAT, INPUTS = TensorProto.FLOAT, {"rows": TensorProto.INT32, "states": TensorProto.INT64}
 
 
 class Model:
-    """A graph of both operators, their states, and inputs of three texts [slots, n, width] by name."""
+    """A graph of all three operators, their states, and inputs of three texts [slots, n, width] by name."""
 
     def __init__(self, threads: int = 1) -> None:
         rng = np.random.default_rng(1)
@@ -32,9 +37,12 @@ class Model:
 
         self.texts = {"x": drawn(SLOTS, LENGTH, CHANNELS + INNER), "bcx": drawn(SLOTS, LENGTH, 3 * WIDTH)}
         self.texts["rates"] = 2 * drawn(SLOTS, LENGTH, 2 * VALUE_HEADS)
+        self.texts |= {"cbx": drawn(SLOTS, LENGTH, SEEN + RESULT), "times": drawn(SLOTS, LENGTH, HEADS)}
         self.weights = {"kernel": drawn(TAPS, CHANNELS), "bias": drawn(VALUE_HEADS), "norm": drawn(SIZE)}
         self.weights |= {"rate": -np.exp(drawn(VALUE_HEADS) - 2), "taps": drawn(3, WIDTH)}
-        layers = [SHORT, DELTA]
+        self.weights |= {"seen": drawn(TAPS, SEEN), "shift": drawn(SEEN), "skip": drawn(HEADS), "later": drawn(HEADS)}
+        self.weights |= {"fading": -np.exp(drawn(HEADS) - 2)}
+        layers = [SHORT, DELTA, MAMBA]
         self.states = KernelStates(layers, SLOTS, LOG)
         delta = node(
             "DeltaNet",
@@ -43,14 +51,16 @@ class Model:
             **ATTRIBUTES,
         )
         short = node("ShortConv", ["bcx", "taps", "rows", "states"], ["z"], layer=0)
+        inputs = ["cbx", "times", "seen", "later", "fading", "skip", "shift", "rows", "states"]
+        mamba = node("Mamba2", inputs, ["m"], **OF_MAMBA)
         given = INPUTS | dict.fromkeys(self.texts, FLOAT)
-        self.session = session([delta, short], given, ["y", "z"], self.weights, threads)
+        self.session = session([delta, short, mamba], given, ["y", "z", "m"], self.weights, threads)
 
     def run(self, inputs: dict[str, Floats], rows: Rows) -> Floats:
-        """Results [n, width] of both operators side by side, of rows (slot, position, cell, parent)."""
+        """Results [n, width] of the operators side by side, of rows (slot, position, cell, parent)."""
         named = {"rows": np.array(rows, np.int32).reshape(-1, 4), "states": np.array([self.states.number])}
-        y, z = self.session.run(None, {name: array[None] for name, array in inputs.items()} | named)
-        found: Floats = np.concatenate([y[0], z[0]], 1)
+        results = self.session.run(None, {name: array[None] for name, array in inputs.items()} | named)
+        found: Floats = np.concatenate([each[0] for each in results], 1)
         return found
 
     def chain(self, slot: int, start: int, stop: int, text: int | None = None) -> Floats:
@@ -62,7 +72,8 @@ class Model:
 
     def reference(self, text: int) -> NDArray[np.float64]:
         """Results of a text in double precision."""
-        x, rates, bcx = (self.texts[name][text].astype(np.float64) for name in ("x", "rates", "bcx"))
+        order = ("x", "rates", "bcx", "cbx", "times")
+        x, rates, bcx, cbx, times = (self.texts[name][text].astype(np.float64) for name in order)
         weights = {name: array.astype(np.float64) for name, array in self.weights.items()}
         mixed, found = convolved(x[:, :CHANNELS], weights["kernel"]), []
         q, k, v = np.split(mixed / (1 + np.exp(-mixed)), [KEY_HEADS * SIZE, 2 * KEY_HEADS * SIZE], 1)
@@ -83,7 +94,17 @@ class Model:
         gates = x[:, CHANNELS:]
         y = y.reshape(LENGTH, INNER) * gates / (1 + np.exp(-gates))
         b, c, given = np.split(bcx, 3, 1)
-        return np.concatenate([y, c * convolved(b * given, weights["taps"])], 1)
+        short = c * convolved(b * given, weights["taps"])
+        mixed, found = convolved(cbx[:, :SEEN], weights["seen"]) + weights["shift"], []
+        k, q, v = np.split(mixed / (1 + np.exp(-mixed)), [KEYS, 2 * KEYS], 1)
+        v, passed = v.reshape(LENGTH, HEADS, VALUES), np.log1p(np.exp(times + weights["later"]))
+        state = np.zeros((HEADS, KEYS, VALUES))
+        for at in range(LENGTH):
+            state = state * np.exp(passed[at] * weights["fading"])[:, None, None]
+            state = state + k[at][:, None] * (passed[at][:, None] * v[at])[:, None]
+            found.append(np.einsum("hij,i->hj", state, q[at]) + weights["skip"][:, None] * v[at])
+        gates = cbx[:, SEEN:]
+        return np.concatenate([y, short, np.array(found).reshape(LENGTH, RESULT) * gates / (1 + np.exp(-gates))], 1)
 
 
 def convolved(x: NDArray[np.float64], kernel: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -128,7 +149,7 @@ def test_rows_have_the_bits_that_they_have_alone(alone: list[Floats], threads: i
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_texts_that_share_passes_have_their_own_bits(alone: list[Floats], threads: int) -> None:
-    model, got = Model(threads), np.zeros((SLOTS, LENGTH, INNER + WIDTH), np.float32)
+    model, got = Model(threads), np.zeros((SLOTS, LENGTH, INNER + WIDTH + RESULT), np.float32)
     for parts, rows in tiled.shared_passes(SLOTS, LENGTH):
         inputs = [model.rows_of(slot, range(start, stop)) for slot, start, stop in parts]
         found = model.run({name: np.concatenate([each[name] for each in inputs]) for name in model.texts}, rows)
@@ -249,10 +270,11 @@ def test_rows_that_cannot_be_are_errors(rows: Rows, message: str) -> None:
     ("change", "message"),
     [
         ({"value_heads": 5}, "5 heads of size 48 for 2"),
-        ({"size": 40}, "size 40"),
-        ({"size": 2048}, "size 2048"),
+        ({"size": 40}, "keys of 40"),
+        ({"size": 2048}, "keys of 2048"),
         ({"key_heads": 0}, "for 0 heads of keys"),
-        ({"layer": 2}, "layer 2 of states of 2 layers"),
+        ({"value_size": 32}, "size 32 for 2 heads of keys of 48"),
+        ({"layer": 3}, "layer 3 of states of 3 layers"),
         ({"layer": 0}, "layer 0 of states, which has other sizes"),
     ],
 )
@@ -279,7 +301,8 @@ def run_delta(model: Model, change: dict[str, int]) -> None:
 
 
 def test_sizes_that_cannot_be_have_no_states() -> None:
-    for change in ({"taps": 1}, {"taps": 17}, {"channels": 0}, {"head_size": 40}, {"value_heads": 5}, {"key_heads": 0}):
+    wrong = ({"taps": 1}, {"taps": 17}, {"channels": 0}, {"head_size": 40}, {"value_size": 40})
+    for change in (*wrong, {"value_heads": 5}, {"key_heads": 0}):
         assert states_bytes([DELTA, DELTA._replace(**change)], 1, LOG) is None
     for slots, log in ((0, 1), (1, 0), (1, 257), (1 << 21, 1)):
         assert states_bytes([DELTA], slots, log) is None

@@ -10,7 +10,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from hybrid_gguf import CONV_KERNEL, HybridShape, write_lfm2, write_qwen35
+from hybrid_gguf import CONV_KERNEL, GRANITE_SCALES, HybridShape, write_granite, write_lfm2, write_qwen35
 from tiny_gguf import vocabulary
 
 Floats = NDArray[np.float32]
@@ -43,6 +43,21 @@ BOTH = {
     "linear_attn.out_proj": "ssm_out",
     "linear_attn.dt_bias": "ssm_dt.bias",
     "linear_attn.A_log": "ssm_a",
+    "mamba.in_proj": "ssm_in",
+    "mamba.conv1d": "ssm_conv1d",
+    "mamba.dt_bias": "ssm_dt.bias",
+    "mamba.A_log": "ssm_a",
+    "mamba.D": "ssm_d",
+    "mamba.norm": "ssm_norm",
+    "mamba.out_proj": "ssm_out",
+    "shared_mlp.output_linear": "ffn_down",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "block_sparse_moe.experts.down_proj": "ffn_down_exps",
+}
+HALVES = {  # gate and up in one
+    "feed_forward.experts.gate_up_proj": ("_exps", 1),
+    "block_sparse_moe.experts.gate_up_proj": ("_exps", 1),
+    "shared_mlp.input_linear": ("", 0),
 }
 OUTER = {"embed_tokens": "token_embd", "norm": "output_norm", "embedding_norm": "token_embd_norm"}
 
@@ -50,7 +65,9 @@ OUTER = {"embed_tokens": "token_embd", "norm": "output_norm", "embedding_norm": 
 def make_hybrid(kind: str, path: Path, shape: HybridShape) -> Any:
     """The random model of transformers, in eval mode, after writing it to `path`."""
     torch.manual_seed(shape.seed)
-    made = (_lfm2 if kind.startswith("lfm2") else _qwen35)(shape).eval()
+    makes: dict[str, tuple[Any, Any]] = {"lfm2": (_lfm2, write_lfm2), "granite": (_granite, write_granite)}
+    make, write = next((both for name, both in makes.items() if kind.startswith(name)), (_qwen35, write_qwen35))
+    made = make(shape).eval()
     with torch.no_grad():
         for name, weights in _learnt(made):
             if "expert_bias" in name:
@@ -60,7 +77,7 @@ def make_hybrid(kind: str, path: Path, shape: HybridShape) -> Any:
             elif weights.ndim > 1:
                 weights.copy_(torch.randn_like(weights) * 1.5 / weights.shape[-1] ** 0.5)
     tensors = dict(_converted(made, kind, shape))
-    (write_lfm2 if kind.startswith("lfm2") else write_qwen35)(path, shape, tensors=tensors)
+    write(path, shape, tensors=tensors)
     return made
 
 
@@ -103,6 +120,29 @@ def _lfm2(shape: HybridShape) -> Any:
     return (transformers.Lfm2MoeForCausalLM if count else transformers.Lfm2ForCausalLM)(config)
 
 
+def _granite(shape: HybridShape) -> Any:
+    count, used, inner = shape.experts
+    embedding, residual, logits, attention = GRANITE_SCALES.values()
+    config = transformers.GraniteMoeHybridConfig(
+        **{**_common(shape), "intermediate_size": inner},
+        rms_norm_eps=EPSILON,
+        num_local_experts=count,
+        num_experts_per_tok=used,
+        shared_intermediate_size=shape.hidden,
+        embedding_multiplier=embedding,
+        residual_multiplier=residual,
+        logits_scaling=logits,
+        attention_multiplier=attention,
+        layer_types=["linear_attention" if shape.is_recurrent(n) else "full_attention" for n in range(shape.layers)],
+        mamba_n_heads=shape.state_heads,
+        mamba_d_state=shape.state_size,
+        mamba_d_head=shape.value_size,
+        mamba_d_conv=CONV_KERNEL,
+        experts_implementation="eager",
+    )
+    return transformers.GraniteMoeHybridForCausalLM(config)
+
+
 def _common(shape: HybridShape) -> dict[str, Any]:
     return {
         "vocab_size": len(vocabulary(shape.merges)[0]),
@@ -123,27 +163,39 @@ def _learnt(made: Any) -> Any:
 
 def _converted(made: Any, kind: str, shape: HybridShape) -> Any:
     """(name, values) of each tensor, as llama.cpp's converter writes them."""
-    is_lfm2 = kind.startswith("lfm2")
+    is_plain = not kind.startswith("qwen35")  # its norms multiply by their weights
+    shared = "_shexp" if shape.experts[0] else ""
     for name, weights in _learnt(made):
         values = weights.detach().numpy().astype(np.float32)
         parts = name.removeprefix("model.").split(".")
         if parts[0] != "layers":
-            yield f"{OUTER[parts[0]]}.weight", values + (not is_lfm2 and "norm" in parts[0])
+            yield f"{OUTER[parts[0]]}.weight", values + (not is_plain and "norm" in parts[0])
             continue
         rest = ".".join(parts[2:]).removesuffix(".weight")
-        if rest == "feed_forward.experts.gate_up_proj":
-            for own, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
-                yield f"blk.{parts[1]}.ffn_{own}_exps.weight", np.ascontiguousarray(half)
+        if rest in HALVES:
+            end, axis = HALVES[rest]
+            for own, half in zip(("gate", "up"), np.split(values, 2, axis=axis), strict=True):
+                yield f"blk.{parts[1]}.ffn_{own}{end or shared}.weight", np.ascontiguousarray(half)
             continue
-        own = BOTH[rest] + ("" if rest.endswith(("dt_bias", "A_log", "expert_bias")) else ".weight")
-        if not is_lfm2 and "norm" in rest and "linear" not in rest:
+        if rest == "mamba.conv1d.bias":
+            yield f"blk.{parts[1]}.ssm_conv1d.bias", values
+            continue
+        own = BOTH[rest] + ("" if rest.endswith(("dt_bias", "A_log", "mamba.D", "expert_bias")) else ".weight")
+        if rest == "post_attention_layernorm" and is_plain:
+            own = "ffn_norm.weight"
+        if rest == "shared_mlp.output_linear":
+            own = f"ffn_down{shared}.weight"
+        if not is_plain and "norm" in rest and "linear" not in rest:
             values = values + np.float32(1)  # these norms multiply by 1 + weight
         if rest.endswith("A_log"):
             values = -np.exp(values)
         if rest.startswith("linear_attn") and "norm" not in rest:
             values = _spread(values, rest, shape)
         values = values[:, 0] if values.shape[1:2] == (1,) else values
-        yield f"blk.{parts[1]}.{own}", values[0] if len(values) == 1 else values
+        values = values[0] if len(values) == 1 else values
+        if rest in ("mamba.A_log", "mamba.D", "mamba.norm"):  # of which files make matrices
+            values = values[None] if rest == "mamba.norm" else values[:, None]
+        yield f"blk.{parts[1]}.{own}", values
 
 
 def _spread(values: Floats, rest: str, shape: HybridShape) -> Floats:

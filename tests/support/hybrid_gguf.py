@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,8 @@ CONV_KERNEL = 4
 class HybridShape:
     """Sizes of a hybrid; every fourth layer has keys and values. `rotated`: of a head's values, 0: all.
 
+    `value_size`: of Granite's heads with a state; others have values as wide as keys.
+
     `experts` of a mixture: count, used, inner size; `hidden` is then that of Qwen3.5's shared one, or of LFM2's first
     layer. `is_joined`: their gate and up are one tensor.
     """
@@ -35,6 +38,7 @@ class HybridShape:
     state_heads: int = 4
     key_heads: int = 4
     state_size: int = 16
+    value_size: int = 32
     context: int = 512
     merges: int = 40
     seed: int = 0
@@ -83,6 +87,53 @@ def write_lfm2(
             }
         else:
             extents |= _attention(layer, shape, size, shape.heads * size, shape.heads * size)
+    return _finish(writer, path, extents, shape, tensors or {})
+
+
+GRANITE_SCALES = {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0, "attention.scale": 0.09}
+
+
+def write_granite(
+    path: Path, shape: HybridShape = HybridShape(), *, tensors: Mapping[str, NDArray[np.float32]] | None = None
+) -> Path:
+    """Write a random Granite 4 H: Mamba-2, and attention without positions. Values are `value_size` wide."""
+    writer = _begin(path, "granitehybrid", replace(shape, hidden=shape.experts[2] or shape.hidden), shape.layers)
+    inner, width = shape.state_heads * shape.value_size, shape.width
+    channels, size = inner + 2 * shape.state_size, shape.head_size
+    writer.add_head_count_kv([0 if shape.is_recurrent(n) else shape.kv_heads for n in range(shape.layers)])
+    for name, scale in GRANITE_SCALES.items():
+        writer.add_float32(f"granitehybrid.{name}", scale)
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_ssm_conv_kernel(CONV_KERNEL)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(shape.state_size)
+    writer.add_ssm_time_step_rank(shape.state_heads)
+    writer.add_ssm_group_count(1)
+    if shape.experts[0]:
+        writer.add_expert_count(shape.experts[0])
+        writer.add_expert_used_count(shape.experts[1])
+        writer.add_expert_shared_feed_forward_length(shape.hidden)
+    extents: dict[str, tuple[int, ...]] = {"output_norm.weight": (width,)}
+    for layer in range(shape.layers):
+        block, feeds = f"blk.{layer}", _feed_forward(layer, shape, "ffn_norm")
+        extents |= {f"{block}.attn_norm.weight": (width,)}
+        extents |= {name: extent for name, extent in feeds.items() if "gate_inp_shexp" not in name}
+        if shape.is_recurrent(layer):
+            extents |= {
+                f"{block}.ssm_in.weight": (inner + channels + shape.state_heads, width),
+                f"{block}.ssm_conv1d.weight": (channels, CONV_KERNEL),
+                f"{block}.ssm_conv1d.bias": (channels,),
+                f"{block}.ssm_dt.bias": (shape.state_heads,),
+                f"{block}.ssm_a": (shape.state_heads, 1),
+                f"{block}.ssm_d": (shape.state_heads, 1),
+                f"{block}.ssm_norm.weight": (1, inner),
+                f"{block}.ssm_out.weight": (width, inner),
+            }
+        else:
+            attention = _attention(layer, shape, size, shape.heads * size, shape.heads * size)
+            extents |= {name: extent for name, extent in attention.items() if "norm" not in name}
     return _finish(writer, path, extents, shape, tensors or {})
 
 
@@ -197,8 +248,9 @@ def _finish(
     further = {name: values.shape for name, values in given.items() if name not in extents}
     sizes = {"token_embd.weight": (tokens, shape.width), **extents, **further}
     drawn = {name: given.get(name, _values(rng, name, size)) for name, size in sizes.items()}
-    kind = gguf.GGMLQuantizationType.F32
-    return finish(writer, path, drawn, kind=lambda name: kind if "conv" in name else shape.weights)
+    kept = re.compile(r"conv|norm|ssm_[ad]\b")  # as floats; of Granite vectors are matrices
+    floats = gguf.GGMLQuantizationType.F32
+    return finish(writer, path, drawn, kind=lambda name: floats if kept.search(name) else shape.weights)
 
 
 def _values(rng: np.random.Generator, name: str, size: tuple[int, ...]) -> NDArray[np.float32]:

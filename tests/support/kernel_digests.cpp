@@ -294,17 +294,18 @@ void attention(int32_t type, int64_t variant) {
 }
 // Two texts in passes of 1 to 60 rows, some of which come again, then a tree of both.
 void recurrences() {
-  constexpr int64_t keys = 2, values = 4, size = 48, taps = 4, width = 70, channels = (2 * keys + values) * size, inner = values * size;
-  const int32_t sizes[] = {channels, taps, keys, values, size, width, 3, 0, 0, 0};
+  constexpr int64_t keys = 2, values = 4, size = 48, taps = 4, width = 70, channels = (2 * keys + values) * size, inner = values * size, seen = 2 * size + values * 32, result = values * 32;
+  const int32_t sizes[] = {channels, taps, keys, values, size, size, width, 3, 0, 0, 0, 0, seen, taps, 1, values, size, 32};
   const int64_t floors[] = {INT64_MAX, 20};
-  vector<uint8_t> memory(size_t(function<int64_t (*)(const int32_t*, int64_t, int64_t, int64_t)>("edgespec_state_bytes")(sizes, 2, 2, 24)));
-  const int64_t number = function<int64_t (*)(uint8_t*, const int32_t*, int64_t, int64_t, int64_t, const int64_t*)>("edgespec_hold_states")(memory.data(), sizes, 2, 2, 24, floors);
-  const Operator delta("DeltaNet", {{{"layer", {0}}, {"key_heads", {keys}}, {"value_heads", {values}}, {"size", {size}}}, {{"epsilon", 1e-6f}}, 8, 1});
+  vector<uint8_t> memory(size_t(function<int64_t (*)(const int32_t*, int64_t, int64_t, int64_t)>("edgespec_state_bytes")(sizes, 3, 2, 24)));
+  const int64_t number = function<int64_t (*)(uint8_t*, const int32_t*, int64_t, int64_t, int64_t, const int64_t*)>("edgespec_hold_states")(memory.data(), sizes, 3, 2, 24, floors);
+  const Operator delta("DeltaNet", {{{"layer", {0}}, {"key_heads", {keys}}, {"value_heads", {values}}, {"size", {size}}, {"value_size", {size}}}, {{"epsilon", 1e-6f}}, 8, 1});
+  const Operator mamba("Mamba2", {{{"layer", {2}}, {"key_heads", {1}}, {"value_heads", {values}}, {"size", {size}}, {"value_size", {32}}}, {}, 9, 1});
   const Operator conv("ShortConv", {{{"layer", {1}}}, {}, 4, 1});
   Random random = {5};
   const auto drawn = [&](int64_t rows, int64_t across) { return value(random_floats(random, rows, across, false), {rows, across}); };
   vector<float> falling(values, -0.3f);
-  const OrtValue kernel = drawn(taps, channels), bias = drawn(1, values), rate = value(falling, {values}), norm = drawn(1, size), short_kernel = drawn(3, width);
+  const OrtValue kernel = drawn(taps, channels), bias = drawn(1, values), rate = value(falling, {values}), norm = drawn(1, size), short_kernel = drawn(3, width), mamba_kernel = drawn(taps, seen), skip = drawn(1, values), shift = drawn(1, seen);
   OrtValue states = {{kTypeInt64, {1}}, vector<uint8_t>(8)};
   memcpy(states.data.data(), &number, 8);
   Digest digest;
@@ -312,10 +313,10 @@ void recurrences() {
   const auto chain = [&](int32_t slot, int32_t begin, int32_t end) { for (int32_t at = begin; at < end; at++) rows.push_back({slot, at, at, at == begin ? -1 : int32_t(rows.size()) - 1}); };
   const auto run = [&] {
     const int64_t count = int64_t(rows.size());
-    const OrtValue x = drawn(count, channels + inner), rates = drawn(count, 2 * values), parts = drawn(count, 3 * width);
+    const OrtValue x = drawn(count, channels + inner), rates = drawn(count, 2 * values), parts = drawn(count, 3 * width), kqv = drawn(count, seen + result), times = drawn(count, values);
     OrtValue places = {{kTypeInt32, {count, 4}}, vector<uint8_t>(rows.size() * sizeof(Row))};
     memcpy(places.data.data(), rows.data(), places.data.size());
-    for (const OrtValue& y : {delta.run({&x, &rates, &kernel, &bias, &rate, &norm, &places, &states}, 1)[0], conv.run({&parts, &short_kernel, &places, &states}, 1)[0]}) digest.add_floats(y.data.data(), y.data.size());
+    for (const OrtValue& y : {delta.run({&x, &rates, &kernel, &bias, &rate, &norm, &places, &states}, 1)[0], conv.run({&parts, &short_kernel, &places, &states}, 1)[0], mamba.run({&kqv, &times, &mamba_kernel, &bias, &rate, &skip, &shift, &places, &states}, 1)[0]}) digest.add_floats(y.data.data(), y.data.size());
     rows.clear();
   };
   chain(0, 0, 60); run();

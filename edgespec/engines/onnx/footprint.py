@@ -81,7 +81,7 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
         packed=found.packed + layer.packed,
         cache=found.cache + layer.cache,
         compute=found.compute + layer.compute,
-        logits=found.logits + layer.logits,
+        logits=found.logits + layer.logits + 4 * MOST_SCORED * drafter.num_unscored,
         reserved=found.reserved + layer.reserved,
     )
 

@@ -18,7 +18,16 @@ import numpy as np
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.onnx.graph import IN_MEMORY, external_entry
 from edgespec.formats.onnx.tiles import ATTENTION as OWN_ATTENTION
-from edgespec.formats.onnx.tiles import DELTA_NET, DOMAIN, FEATURES, LAYOUT_VERSION, NORM, PRODUCT, SHORT_CONV
+from edgespec.formats.onnx.tiles import (
+    DELTA_NET,
+    DOMAIN,
+    FEATURES,
+    LAYOUT_VERSION,
+    MAMBA,
+    NORM,
+    PRODUCT,
+    SHORT_CONV,
+)
 from edgespec.kernels.interface import StateSizes
 from edgespec.kernels.library import library_path, why_missing
 
@@ -35,7 +44,7 @@ HEADS = frozenset({"MatMul", "MatMulNBits", "Gemm", PRODUCT})  # those whose fir
 HALF_ONLY = frozenset({"cuda"})
 _READ_BY_ATTENTION = (0, 1, 2, 7, 8)  # query, key and value, or all in the first; cosines and sines
 ELEMENTS = {1: np.float32, FLOAT16: np.float16, 3: np.int8, 2: np.uint8}
-_OWN_LAYERS = (OWN_ATTENTION, DELTA_NET, SHORT_CONV)
+_OWN_LAYERS = (OWN_ATTENTION, DELTA_NET, MAMBA, SHORT_CONV)
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 
 
@@ -177,9 +186,9 @@ def _cast_attention(graph: Any) -> bool:
 
 def _state_sizes(graph: Any, layers: list[Any]) -> tuple[StateSizes, ...]:
     """Of the layers with a running state, in their order."""
-    kernels = {DELTA_NET: 2, SHORT_CONV: 1}  # which input a convolution's is
+    kernels = {DELTA_NET: 2, MAMBA: 2, SHORT_CONV: 1}  # which input a convolution's is
     shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
-    heads = ("key_heads", "value_heads", "size")
+    heads = ("key_heads", "value_heads", "size", "value_size")
     return tuple(
         StateSizes(*reversed(shapes[node.input[kernels[node.op_type]]]), *(attribute(node, name) for name in heads))
         for node in layers

@@ -10,9 +10,7 @@ states: at checkpoints, and before a wide pass that is cancelled.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,9 +25,18 @@ from edgespec.engines.onnx.library import Bindings, RunSwitch, SessionEngine, op
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import GgufFile, Source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
-from edgespec.errors import BatchError, CapabilityError, EdgespecError, StateError
+from edgespec.errors import BatchError, CapabilityError, StateError
 from edgespec.formats.onnx.tiles import CACHE, FEATURES, ROWS, STATES
-from edgespec.kernels.interface import CHUNK, NO_FLOOR, KernelCache, KernelStates, StateSizes, path, states_bytes
+from edgespec.kernels.interface import (
+    CHUNK,
+    NO_FLOOR,
+    KernelCache,
+    KernelStates,
+    StateSizes,
+    kernels,
+    path,
+    states_bytes,
+)
 from edgespec.types import Batch, Logits, TokenIds
 from edgespec.vocabulary import Vocabulary
 
@@ -55,10 +62,11 @@ class KernelEngine(SessionEngine):
         """
         self._options = run_options()
         self._cancel = RunSwitch(self._options)
-        place: dict[str, Any] = {"threads": settings.threads, "provider": settings.provider}
-        place["arrays"] = source.arrays()
-        self._open = partial(open_session, graph.serialised, source.folder, **place)
-        self._sessions = {True: self._open(spins=True)}
+        # The kernels have threads of their own.
+        session = open_session(
+            graph.serialised, source.folder, threads=1, provider=settings.provider, arrays=source.arrays()
+        )
+        self._threads = settings.threads
         self.source, self.settings = source, settings
         self.vocabulary = vocabulary or TokenizerFile(source.folder, graph.vocabulary_size)
         kind, slots = settings.cache_type_k.upper(), settings.max_sequences
@@ -75,7 +83,7 @@ class KernelEngine(SessionEngine):
         # Of a draft head: the states that the rows of the next pass read.
         self.features = np.zeros((widest if graph.feature_size else 0, graph.feature_size), np.float32)
         self._order: NDArray[np.intp] | None = None  # of the last pass's rows, if they were not in batch order
-        self._bindings = Bindings(self._sessions[True], self._options)
+        self._bindings = Bindings(session, self._options)
         self._width = 0
         self._book = SequenceBook(slots)
         self._held = HeldFiles(source.mapped)
@@ -101,25 +109,11 @@ class KernelEngine(SessionEngine):
         )
 
     def set_threads(self, threads: int) -> bool:
-        """With fewer, all threads sleep between operators instead of spinning; the bits are the same.
-
-        Spinning is faster on an idle machine, by 5 to 12% for a model of 1.2 billion weights. Beside another busy
-        program a thread that spins takes the core that the thread it waits for needs, and sleeping is up to 1.4 times
-        as fast. ONNX Runtime fixes the way when a session is made. A second one reads the same tiles: 20 ms.
-        """
+        """As in the base class; the bits are the same."""
         self._require_open()
         check_threads(threads, self.facts)
-        if self.facts.threads == 1:
-            return False
-        spins = threads == self.facts.threads
-        if spins not in self._sessions:
-            with suppress(EdgespecError, MemoryError):  # passes go on in the present one
-                self._sessions[spins] = self._open(spins=spins)
-        self._bindings.use(self._sessions.get(spins, self._bindings.session))
-        return True
-
-    def thread_steps(self) -> tuple[int, ...]:
-        return self.facts.threads, 1
+        self._threads = threads
+        return self.facts.threads > 1
 
     def first_layers(self, count: int, context_length: int | None = None) -> KernelEngine:
         """An engine of the first `count` layers and the head, of the same tiles, with a cache of its own.
@@ -188,6 +182,7 @@ class KernelEngine(SessionEngine):
         self._outputs[: outputs.size] = outputs
         binding = self._bindings.of((width, count), self._bind)
         self._held.check()
+        kernels().edgespec_use_threads(self._threads)
         self._bindings.run(binding)
         self._width = width
         return self._logits[: outputs.size]
@@ -243,8 +238,7 @@ class KernelEngine(SessionEngine):
     def _free(self) -> None:
         self._held.close()
         self._bindings.close()
-        self._sessions.clear()
-        del self._open, self.source  # both hold the weights, and cycles may hold this engine for long
+        del self.source  # it holds the weights, and cycles may hold this engine for long
         self._cache.close()
 
 
@@ -358,5 +352,7 @@ def running_bytes(states: tuple[StateSizes, ...], sequences: int) -> int:
     """Memory of the running states of so many sequences, with their checkpoints and a copy during a wide pass."""
     if not states:
         return 0
-    copied = sum(4 * (each.value_heads * each.head_size**2 + (each.taps - 1) * each.channels) for each in states)
+    copied = sum(
+        4 * (each.value_heads * each.head_size * each.value_size + (each.taps - 1) * each.channels) for each in states
+    )
     return (states_bytes(states, sequences, LOG) or 0) + sequences * (MOST_CHECKPOINTS + 1) * copied

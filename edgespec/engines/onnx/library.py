@@ -147,15 +147,13 @@ def open_session(
     *,
     threads: int,
     provider: str,
-    spins: bool = True,
     arrays: Arrays = NO_ARRAYS,
     is_trial: bool = False,
 ) -> Any:
     """A session of a serialised graph whose weights are in `folder` or `arrays`, on one of `providers_for`.
 
-    `spins`: whether threads that wait for one another between operators spin, or sleep. `is_trial`: the graph is not
-    optimised, nor are its weights packed. Raises CapabilityError for a provider that lacks an operator of this model,
-    ModelFileError for a bad model.
+    `is_trial`: the graph is not optimised, nor are its weights packed. Raises CapabilityError for a provider that lacks
+    an operator of this model, ModelFileError for a bad model.
     """
     ort, options = library(), library().SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
@@ -169,8 +167,6 @@ def open_session(
     if provider != "cpu":
         # Otherwise operators that the device lacks would silently run on the CPU, with copies in between.
         entries["session.disable_cpu_ep_fallback"] = "1"
-    if not spins:
-        entries["session.intra_op.allow_spinning"] = "0"
     for name, value in entries.items():
         options.add_session_config_entry(name, value)
     if (kernels := library_path()) is not None:

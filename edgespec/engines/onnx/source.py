@@ -24,8 +24,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from onnx import TensorProto, helper
 
-from edgespec.engines.onnx.graph import Graph, check_weight_files, read_graph
+from edgespec.engines.onnx.graph import HIDDEN, LOGITS, Graph, check_weight_files, read_graph
 from edgespec.engines.onnx.library import open_session
 from edgespec.engines.onnx.settings import CONFIGS, ModelConfig
 from edgespec.engines.onnx.tokenizer import TokenizerFile, tokenizer_file
@@ -35,9 +36,9 @@ from edgespec.formats.gguf.header import TensorInfo, once
 from edgespec.formats.gguf.model import GgufModel, GgufTensors, read_model
 from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.gguf.tokenizer import FILES, splitter_of, tokenizer_texts
-from edgespec.formats.onnx.forms import EMBEDDING
+from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.gemma4 import Gemma4Config
-from edgespec.formats.onnx.graph import Fill, MemoryWriter
+from edgespec.formats.onnx.graph import Fill, MemoryWriter, Nodes
 from edgespec.formats.onnx.hybrid import HybridConfig
 from edgespec.formats.onnx.llama import llama_graph, rotary_bytes
 from edgespec.formats.onnx.tiles import Tiles, tiles_name
@@ -228,6 +229,34 @@ class GgufFile(Source):
         config = replace(self.model.config, max_positions=max(cells, 1))
         self._data, weights = MemoryWriter(), self._weights()
         return llama_graph(config, self._data, lambda nodes: Tiles(weights, nodes))
+
+    @property
+    def num_unscored(self) -> int:
+        """How many tokens a layer that predicts a further one leaves out."""
+        return len(self.model.header.tokens) - self.model.config.vocab_size
+
+    def rest_of_head(self) -> tuple[bytes, Mapping[str, NDArray[Any]]] | None:
+        """A graph of logits of the tokens that are left out, from states, and its weights; None if these are nowhere.
+
+        They are those of the model that this drafts for, which has all of the head in memory.
+        """
+        weights, place = self._weights(), self._places().get(HEAD)
+        whole, size = self._tiles.get(place) if place else None, weights.num_bytes(HEAD)
+        if whole is None or not self.num_unscored:
+            return None
+        info, row = self.model.tensors[HEAD]
+        (width, count), left = info.shape, self.num_unscored
+        rest = replace(info, shape=(width, left), num_bytes=info.num_bytes // count * left)
+        model = replace(self.model, tensors={**self.model.tensors, HEAD: (rest, row)})
+        weights, nodes = GgufTiles(model, is_narrow=self.is_narrow), Nodes(MemoryWriter())
+        if size + weights.num_bytes(HEAD) != whole.nbytes:
+            return None
+        Tiles(weights, nodes).product("/rest/MatMul", HIDDEN, [HEAD], LOGITS)
+        values = [
+            helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", size])
+            for name, size in ((HIDDEN, width), (LOGITS, left))
+        ]
+        return nodes.model(values[:1], values[1:]).SerializeToString(), {tiles_name(HEAD): whole[size:]}
 
     def weight_bytes(self, graph: Graph) -> int:
         own = self._own(self._lent) or self._own(frozenset())  # of a part of a model all

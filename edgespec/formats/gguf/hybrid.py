@@ -33,8 +33,16 @@ _SHORT_CONVOLUTION = {
     "conv.conv.weight": Tensor("shortconv.conv.weight", "d taps"),
     "conv.out_proj.weight": Tensor("shortconv.out_proj.weight", "d d"),
 }
-
-
+_MAMBA = {
+    "mamba.in_proj.weight": Tensor("ssm_in.weight", "inputs d"),
+    "mamba.conv1d.weight": Tensor("ssm_conv1d.weight", "channels taps"),
+    "mamba.conv1d.bias": Tensor("ssm_conv1d.bias", "channels"),
+    "mamba.dt_bias": Tensor("ssm_dt.bias", "heads"),
+    "mamba.A": Tensor("ssm_a", "heads 1"),
+    "mamba.D": Tensor("ssm_d", "heads 1"),
+    "mamba.norm.weight": Tensor("ssm_norm.weight", "1 values"),
+    "mamba.out_proj.weight": Tensor("ssm_out.weight", "d values"),
+}
 _JOINED_NAME = "ffn_gate_up_exps.weight"
 _NEXTN = {
     "eh_proj.weight": Tensor("nextn.eh_proj.weight", "d 2d"),
@@ -52,6 +60,8 @@ MOST_PREDICTED = 1 << 16
 def hybrid_reader(path: Path, header: GgufHeader, kind: Kind, *, nextn: bool) -> Reader:
     if header.architecture in ("lfm2", "lfm2moe"):
         return _Lfm2(path, header, kind)
+    if header.architecture == "granitehybrid":
+        return _GraniteHybrid(path, header, kind)
     return (_Nextn if nextn else _Qwen35)(path, header, kind)
 
 
@@ -80,6 +90,7 @@ class _HybridReader(Reader):
             key_heads=sizes.others.get("key_heads", 0),
             value_heads=sizes.others.get("heads", 0),
             state_size=sizes.others.get("state", 0),
+            value_size=sizes.others.get("value", 0),
             has_gated_attention=self._attention["self_attn.q_proj.weight"].shape == "2q d",
         )
 
@@ -87,6 +98,14 @@ class _HybridReader(Reader):
         if not 0 < len(self._recurrent) < sizes.layers:
             raise self._wrong("its layers are all of one kind; of a hybrid some keep a running state and some attend")
         super()._check_heads(sizes)
+
+    def _attending(self, layers: int) -> tuple[frozenset[int], int]:
+        """The layers without heads of keys, and how many the others have."""
+        counts = self._numbers("attention.head_count_kv")
+        kinds = {count for count in counts if count}
+        if len(counts) != layers or len(kinds) != 1:
+            raise self._wrong(f"its layers have {counts or 'unknown'} heads of keys; one number or 0 in each is needed")
+        return frozenset(layer for layer, count in enumerate(counts) if not count), kinds.pop()
 
     def _numbers(self, key: str) -> tuple[int, ...]:
         """A number of each layer, as a file lists them; empty without a list."""
@@ -157,10 +176,8 @@ class _Nextn(_Qwen35):
                 tensors[f"model.{name}.weight"] = own
         tensors.pop("model.layers.0.lm_head.weight", None)
         # Of a large vocabulary most of a pass would be the product with all of the head.
-        info, row = head
-        count = min(info.shape[1], MOST_PREDICTED)
-        size = info.num_bytes // info.shape[1] * count
-        tensors[HEAD] = replace(info, shape=(info.shape[0], count), num_bytes=size), row
+        count = min(head[0].shape[1], MOST_PREDICTED)
+        tensors[HEAD] = _some_rows(head, 0, count)
         return replace(found, config=replace(found.config, vocab_size=count))
 
     def _sizes(self) -> Sizes:
@@ -198,14 +215,10 @@ class _Lfm2(_HybridReader):
 
     def _sizes(self) -> Sizes:
         layers, context, width, inner, heads = (self._size(key) for key in SIZES)
-        counts = self._numbers("attention.head_count_kv")
-        kinds = {count for count in counts if count}
-        if len(counts) != layers or len(kinds) != 1:
-            raise self._wrong(f"its layers have {counts or 'unknown'} heads of keys; one number or 0 in each is needed")
-        self._recurrent = frozenset(layer for layer, count in enumerate(counts) if not count)
+        self._recurrent, kv_heads = self._attending(layers)
         head_dim, taps = self._size("attention.key_length", width // heads), self._size("shortconv.l_cache")
         tokens = len(self._header.tokens)
-        found = Sizes(layers, width, inner, heads, kinds.pop(), head_dim, tokens, context, others={"taps": taps})
+        found = Sizes(layers, width, inner, heads, kv_heads, head_dim, tokens, context, others={"taps": taps})
         if not self._kind.experts:
             return found
         if self._number("expert_gating_func") != _SIGMOID:
@@ -222,6 +235,57 @@ class _Lfm2(_HybridReader):
     @property
     def _num_dense(self) -> int:
         return int(self._number("leading_dense_block_count", 0))
+
+
+class _GraniteHybrid(_HybridReader):
+    """Mamba-2, and attention in the layers that have heads of keys; dense, or with experts beside a shared one."""
+
+    _attention = ATTENTION
+    _mixer = _MAMBA
+
+    def _sizes(self) -> Sizes:
+        layers, context, width, inner, heads = (self._size(key) for key in SIZES)
+        self._recurrent, kv_heads = self._attending(layers)
+        experts = int(self._number("expert_count", 0))
+        if experts:
+            inner = self._size("expert_shared_feed_forward_length")
+            shared = {name: row for name, row in SHARED_EXPERT.items() if name != "mlp.shared_gate.weight"}
+            self._feed_forward = {**EXPERTS, **shared}
+        taps, values, state, value_heads, groups = (self._size(key) for key in STATE_KEYS)
+        if groups != 1 or values % (16 * value_heads) or state % 16:
+            told = f"{value_heads} heads, {values} values and {state} numbers of a key in {groups} groups"
+            raise self._wrong(f"it has {told}; the kernels have one group, and heads of sizes that 16 divides")
+        others = {"taps": taps, "key_heads": 1, "heads": value_heads, "state": state, "values": values}
+        channels = values + 2 * state
+        others |= {"value": values // value_heads, "channels": channels, "inputs": values + channels + value_heads}
+        return Sizes(
+            *(layers, width, inner, heads, kv_heads, self._size("attention.key_length", width // heads)),
+            *(len(self._header.tokens), context),
+            others=others,
+            experts=experts,
+            expert_inner=self._size("expert_feed_forward_length", self._size(SIZES[3])) if experts else 0,
+        )
+
+    def _experts(self, sizes: Sizes) -> Experts:
+        return replace(super()._experts(sizes), has_shared=True, gates_shared=False)
+
+    def _tensors(self, sizes: Sizes) -> Tensors:
+        """The matrix in front of a Mamba layer as its parts: gates, values, keys and queries, times."""
+        found, numbers = super()._tensors(sizes), sizes.others
+        for layer in self._recurrent:
+            whole, at = found.pop(f"model.layers.{layer}.mamba.in_proj.weight"), 0
+            sizes_of = numbers["values"], numbers["values"], 2 * numbers["state"], numbers["heads"]
+            for part, count in zip(("z", "x", "bc", "dt"), sizes_of, strict=True):
+                found[f"model.layers.{layer}.mamba.in_proj_{part}.weight"] = _some_rows(whole, at, count)
+                at += count
+        return found
+
+
+def _some_rows(matrix: tuple[TensorInfo, Tensor], start: int, count: int) -> tuple[TensorInfo, Tensor]:
+    """`count` rows of a matrix from `start` on, as a matrix."""
+    info, row = matrix
+    size = info.num_bytes // info.shape[1]
+    return replace(info, shape=(info.shape[0], count), num_bytes=count * size, offset=info.offset + start * size), row
 
 
 def _layer_of(name: str) -> int:

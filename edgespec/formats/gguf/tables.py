@@ -163,6 +163,7 @@ QWEN35 = Architecture("qwen35", LLAMA_OUTER, {})
 QWEN35_MOE = Architecture("qwen35moe", LLAMA_OUTER, {})
 LFM2 = Architecture("lfm2", {**LLAMA_OUTER, "model.norm.weight": Tensor("token_embd_norm.weight", "d")}, {})
 LFM2_MOE = Architecture("lfm2moe", LFM2.outer, {})
+GRANITE_HYBRID = Architecture("granitehybrid", LLAMA_OUTER, {})
 
 EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 STATE_KEYS = tuple(f"ssm.{key}" for key in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count"))
@@ -249,6 +250,9 @@ KINDS = {
     ),
     "qwen35": Kind(QWEN35, HEADS_NORMED, keys=QWEN35_KEYS),
     "qwen35moe": Kind(QWEN35_MOE, HEADS_NORMED, keys=(*QWEN35_KEYS, *EXPERT_KEYS, "expert_shared_feed_forward_length")),
+    "granitehybrid": Kind(
+        GRANITE_HYBRID, keys=(*GRANITE_KEYS, *STATE_KEYS, *EXPERT_KEYS, "expert_shared_feed_forward_length")
+    ),
     "lfm2": Kind(LFM2, HEADS_NORMED, keys=("shortconv.l_cache",)),
     "lfm2moe": Kind(
         LFM2_MOE,

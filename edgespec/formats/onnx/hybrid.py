@@ -2,9 +2,10 @@
 
 Routed experts: each token's feed-forward is the weighted sum of a few of many (Shazeer et al., 2017). A router's logits
 choose them and, by a softmax over the chosen, weigh them: as in Qwen3 MoE, gpt-oss and Gemma 4. In Qwen3.5 MoE one more
-expert, which all tokens share, is weighed by the sigmoid of a logit of its own. In LFM2 MoE each expert is weighed by
-the sigmoid of its logit, its choice also by a preference, and the first layers have no experts.
-Hybrids: some layers have attention, the others keep a running state of a text (Qwen3.5, LFM2).
+expert, which all tokens share, is weighed by the sigmoid of a logit of its own, in Granite 4 H it is added as it is. In
+LFM2 MoE each expert is weighed by the sigmoid of its logit, its choice also by a preference, and the first layers have
+no experts.
+Hybrids: some layers have attention, others keep a running state of a text (Qwen3.5, LFM2, Granite 4 H).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from edgespec.formats.onnx.forms import Floats
 from edgespec.formats.onnx.llama import KernelGraph
 from edgespec.formats.onnx.llama_config import Experts, LlamaConfig
 from edgespec.formats.onnx.tiles import (
@@ -24,6 +26,7 @@ from edgespec.formats.onnx.tiles import (
     FEATURES,
     GATES,
     LAYOUT_VERSION,
+    MAMBA,
     ROWS,
     SHORT_CONV,
     STATES,
@@ -40,7 +43,11 @@ class ExpertsGraph(KernelGraph):
             return
         state = self._norm(f"layers.{layer}/post_attention_layernorm")
         shared = self._dense(layer, state) if experts.has_shared else ""
-        self._delta = self._experts(layer, experts, state, state, shared=shared)
+        self._delta = self._experts(layer, experts, state, state, shared=shared if experts.gates_shared else "")
+        if shared and not experts.gates_shared:
+            name = f"/model/layers.{layer}/mlp/Add"
+            self._nodes.add("Add", [self._delta, shared], [f"{name}/output_0"], name)
+            self._delta = f"{name}/output_0"
         self._after(layer, "post_feedforward")
 
     def _experts(
@@ -80,7 +87,8 @@ class ExpertsGraph(KernelGraph):
 
 @dataclass(frozen=True, slots=True)
 class HybridConfig(LlamaConfig):
-    """`recurrent_layers` are gated delta nets with `value_heads` heads of `state_size`, or short convolutions (0).
+    """`recurrent_layers` are gated delta nets with `value_heads` heads of `state_size`, or short convolutions (0), or
+    Mamba-2, whose heads have values of `value_size` and keys of `state_size`.
 
     `taps`: inputs that a result of a convolution sees; `has_gated_attention`: each head of queries comes with a gate;
     `is_nextn`: the one layer, of attention, predicts a further token from states of another model.
@@ -91,6 +99,7 @@ class HybridConfig(LlamaConfig):
     key_heads: int = 0
     value_heads: int = 0
     state_size: int = 0
+    value_size: int = 0
     has_gated_attention: bool = False
     is_nextn: bool = False
 
@@ -116,10 +125,14 @@ class HybridGraph(ExpertsGraph):
     def _attention(self, layer: int) -> None:
         if layer not in self._config.recurrent_layers:
             super()._attention(layer)
+        elif self._config.value_size:
+            self._mamba(layer)
         elif self._config.value_heads:
             self._delta_net(layer)
         else:
             self._short_convolution(layer)
+        if layer in self._config.recurrent_layers:
+            self._after(layer, "post_attention")
 
     def _delta_net(self, layer: int) -> None:
         config, here, there = self._config, f"/model/layers.{layer}/linear_attn", f"model.layers.{layer}.linear_attn"
@@ -128,8 +141,7 @@ class HybridGraph(ExpertsGraph):
             self._product(f"{here}/in_proj_{kinds}/MatMul", state, tuple(f"{there}.in_proj_{kind}" for kind in split))
             for kinds, split in (("qkvz", ("qkv", "z")), ("ba", ("b", "a")))
         )
-        names = (f"{there}.{name}" for name in ("dt_bias", "A", "norm.weight"))
-        vectors = [self._nodes.store(name, self._form.vector(name)) for name in names]
+        vectors = [self._stored(f"{there}.{name}") for name in ("dt_bias", "A", "norm.weight")]
         result = f"{here}/DeltaNet/output_0"
         self._nodes.add(
             DELTA_NET,
@@ -141,9 +153,35 @@ class HybridGraph(ExpertsGraph):
             key_heads=config.key_heads,
             value_heads=config.value_heads,
             size=config.state_size,
+            value_size=config.state_size,
             epsilon=config.norm_epsilon,
         )
         self._delta = self._product(f"{here}/out_proj/MatMul", result, (f"{there}.out_proj",))
+
+    def _mamba(self, layer: int) -> None:
+        config, here, there = self._config, f"/model/layers.{layer}/mamba", f"model.layers.{layer}.mamba"
+        state = self._norm(f"layers.{layer}/input_layernorm")
+        mixed = self._product(
+            f"{here}/in_proj/MatMul", state, tuple(f"{there}.in_proj_{part}" for part in ("bc", "x", "z"))
+        )
+        times = self._product(f"{here}/dt_proj/MatMul", state, (f"{there}.in_proj_dt",))
+        vectors = [self._stored(f"{there}.{name}") for name in ("dt_bias", "A", "D")]
+        shift = self._nodes.store(f"{there}.conv1d.bias", self._turned(self._form.vector(f"{there}.conv1d.bias")))
+        gated = f"{here}/Mamba2/output_0"
+        self._nodes.add(
+            MAMBA,
+            [mixed, times, self._kernel(f"{there}.conv1d.weight"), *vectors, shift, ROWS, STATES],
+            [gated],
+            f"{here}/Mamba2",
+            domain=DOMAIN,
+            layer=self._states_before(layer),
+            key_heads=config.key_heads,
+            value_heads=config.value_heads,
+            size=config.state_size,
+            value_size=config.value_size,
+        )
+        normed = self._plain_norm(f"{here}/norm/Norm", gated, self._stored(f"{there}.norm.weight"), f"{here}/normed")
+        self._delta = self._product(f"{here}/out_proj/MatMul", normed, (f"{there}.out_proj",))
 
     def _short_convolution(self, layer: int) -> None:
         here, there = f"/model/layers.{layer}/conv", f"model.layers.{layer}.conv"
@@ -156,8 +194,12 @@ class HybridGraph(ExpertsGraph):
 
     def _kernel(self, name: str) -> str:
         """A convolution's kernel [taps, channels], which files have as [channels, taps]."""
-        kernel = self._form.vector(name).reshape(-1, self._config.taps)
+        kernel = self._turned(self._form.vector(name).reshape(-1, self._config.taps))
         return self._nodes.store(name, np.ascontiguousarray(kernel.T))
+
+    def _turned(self, channels: Floats) -> Floats:
+        """What a convolution reads [channels, ...] as the operators have it: of Mamba the values come last."""
+        return np.roll(channels, -self._config.value_heads * self._config.value_size, axis=0)
 
 
 class NextnGraph(HybridGraph):

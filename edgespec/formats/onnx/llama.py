@@ -95,7 +95,8 @@ def rotary_tables(config: LlamaConfig) -> Tables:
 
 def rotary_bytes(config: LlamaConfig) -> int:
     """Size of a graph's rotary tables: one pair, and another where windowed layers have a base of their own."""
-    num_rotated = config.num_rotated + (config.for_window().num_rotated if config.has_window_tables else 0)
+    num_rotated = config.num_rotated if config.is_rotated else 0
+    num_rotated += config.for_window().num_rotated if config.has_window_tables else 0
     return 4 * config.max_positions * num_rotated
 
 
@@ -156,6 +157,8 @@ class _Graph:
 
     def _store_tables(self) -> None:
         config = self._config
+        if not config.is_rotated:
+            return
         for name, table in zip(_TABLES, self._rotary_tables(config), strict=True):
             self._nodes.store(name, table)
         if config.has_window_tables:

@@ -23,8 +23,9 @@ class Experts:
     """The feed-forward parts of a layer of which each token takes `used` of `count`, each `inner` wide.
 
     `gate`: its activation, a key of `tiles.GATES`; `has_biases`: of the router and the experts; `is_joined`: gate and
-    up are one matrix; `has_shared`: one more is taken by all, which is `intermediate_size` wide; `has_preference`: the
-    highest sigmoid(logit) + preference are taken (DeepSeek-V3, 2.1.2); `first_layer` that has experts.
+    up are one matrix; `has_shared`: one more is taken by all, which is `intermediate_size` wide, times the sigmoid of a
+    logit of its own if the router `gates_shared`; `has_preference`: the highest sigmoid(logit) + preference are taken
+    (DeepSeek-V3, 2.1.2); `first_layer` that has experts.
     """
 
     count: int
@@ -34,6 +35,7 @@ class Experts:
     has_biases: bool = False
     is_joined: bool = False
     has_shared: bool = False
+    gates_shared: bool = True
     has_preference: bool = False
     first_layer: int = 0
 
@@ -95,6 +97,11 @@ class LlamaConfig:
     def num_rotated(self) -> int:
         """How many of a head's values are rotated."""
         return self.rotary_dim or self.head_dim
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether any layer has rotary positions."""
+        return len(self.unrotated_layers) < self.num_layers
 
     @property
     def has_window_tables(self) -> bool:

@@ -16,7 +16,7 @@ from edgespec.formats.onnx.forms import EMBEDDING, HEAD, Floats, weight_name
 from edgespec.formats.onnx.graph import Nodes
 
 DOMAIN, PRODUCT, LOOKUP, ATTENTION, NORM = "edgespec", "TiledMatMul", "TiledLookup", "Attention", "Norm"
-DELTA_NET, SHORT_CONV, EXPERTS = "DeltaNet", "ShortConv", "Experts"
+DELTA_NET, MAMBA, SHORT_CONV, EXPERTS = "DeltaNet", "Mamba2", "ShortConv", "Experts"
 # Inputs of a graph: slot, position, cell, parent of rows; a cache; running states; states of another model.
 ROWS, CACHE, STATES, FEATURES = "edgespec.rows", "edgespec.cache", "edgespec.states", "edgespec.features"
 NEXT_STATES = "hidden_states"  # an output: what takes the place of the latter behind a row

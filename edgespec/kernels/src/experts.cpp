@@ -218,7 +218,7 @@ void ORT_CALL add_row(void* with, size_t number) {
   const float *from = s.shared + int64_t(number) * s.e.size, weight = sigmoid(s.logits[int64_t(number) * s.e.num_logits() + s.e.experts]);
   for (int64_t i = 0; i < s.e.size; i++) y[i] += weight * from[i];
 }
-OrtStatus* run_stage(const OrtKernelContext* context, Pass& s, int stage) {
+OrtStatus* run_stage(Pass& s, int stage) {
   int64_t bytes = 0;
   s.stage = stage;
   s.all.count = s.rows * s.e.used;
@@ -227,10 +227,11 @@ OrtStatus* run_stage(const OrtKernelContext* context, Pass& s, int stage) {
   // As in TiledMatMul; more pieces than there, as some experts have more rows than others.
   const int64_t tiles = s.active * s.stride() / kOutputs, most = tiles < 256 ? tiles : 256;
   s.pieces = bytes / 24576 < 1 ? 1 : bytes / 24576 < most ? bytes / 24576 : most;
-  TRY(run_all(context, s.all.count * s.inputs() < 65536, quantise_place, s.all.count, &s));
+  run_all(s.all.count * s.inputs() < 65536, quantise_place, s.all.count, &s);
   Scratch rest;
   TRY(quantise_rest(s, &rest));
-  return run_all(context, bytes / s.active / 8 * s.all.count < 12288, run_piece, s.pieces, &s);
+  run_all(bytes / s.active / 8 * s.all.count < 12288, run_piece, s.pieces, &s);
+  return nullptr;
 }
 OrtStatus* ORT_CALL compute_experts(void* self, OrtKernelContext* context) {
   Pass s = {};
@@ -279,11 +280,11 @@ OrtStatus* ORT_CALL compute_experts(void* self, OrtKernelContext* context) {
   s.x = static_cast<const float*>(x.data); s.logits = static_cast<const float*>(logits.data); s.y = static_cast<float*>(p);
   for (int64_t row = 0; row < all; row += batch) {
     s.rows = all - row < batch ? all - row : batch;
-    TRY(run_all(context, s.rows * e.used * e.experts < 65536, choose, s.rows, &s));
+    run_all(s.rows * e.used * e.experts < 65536, choose, s.rows, &s);
     group(s);
-    TRY(run_stage(context, s, 0));
-    TRY(run_stage(context, s, 1));
-    TRY(run_all(context, s.rows * e.used * e.size < 65536, add_row, s.rows, &s));
+    TRY(run_stage(s, 0));
+    TRY(run_stage(s, 1));
+    run_all(s.rows * e.used * e.size < 65536, add_row, s.rows, &s);
     s.x += s.rows * e.size; s.logits += s.rows * e.num_logits(); s.y += s.rows * e.size;
     if (s.shared) s.shared += s.rows * e.size;
   }

@@ -5,7 +5,7 @@
 
 using namespace edgespec;
 
-EXPORT int32_t edgespec_abi_version() { return 4; }
+EXPORT int32_t edgespec_abi_version() { return 5; }
 EXPORT const char* edgespec_path() { return path_in_use().name; }
 // 0 if this processor has that path.
 EXPORT int32_t edgespec_choose_path(const char* name) { return choose_path(name) ? 0 : -1; }

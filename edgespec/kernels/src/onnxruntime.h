@@ -69,6 +69,5 @@ inline OrtStatus* attributes(const OrtKernelInfo* i, const char* name, int64_t* 
 inline OrtStatus* num_inputs(const OrtKernelInfo* i, size_t* out) { return ort_call<OrtStatus*>(230, i, out); }
 inline OrtStatus* num_outputs(const OrtKernelInfo* i, size_t* out) { return ort_call<OrtStatus*>(231, i, out); }
 inline OrtStatus* constant_input(const OrtKernelInfo* i, size_t at, int* is_constant, const OrtValue** out) { return ort_call<OrtStatus*>(249, i, at, is_constant, out); }
-inline OrtStatus* parallel(const OrtKernelContext* c, void(ORT_CALL* run)(void*, size_t), size_t count, void* with) { return ort_call<OrtStatus*>(274, c, run, count, size_t(0), with); }
 
 }  // namespace edgespec

@@ -6,6 +6,7 @@
 #include <cstring>
 #include "onnxruntime.h"
 #include "formats.h"
+#include "threads.h"
 
 namespace edgespec {
 constexpr int kMaxRank = 8;
@@ -129,11 +130,10 @@ template <class T> class Registry {
 OrtStatus* constant_tiles(const OrtKernelInfo* info, size_t at, const char* name, int64_t bytes, const uint8_t** out);
 OrtStatus* input_tiles(const OrtKernelContext* context, size_t at, const char* name, int64_t bytes, const uint8_t** out);
 inline void optional(OrtStatus* status) { if (status) release(status); }  // of an attribute that keeps its default
-// In this thread where the work is smaller than what waking others costs.
-template <class Run> OrtStatus* run_all(const OrtKernelContext* context, bool is_small, void(ORT_CALL* run)(void*, size_t), int64_t count, Run* with) {
-  if (!is_small && count > 1) return parallel(context, run, size_t(count), with);
+// In this thread where the work is smaller than what telling others costs.
+template <class Run> void run_all(bool is_small, void(ORT_CALL* run)(void*, size_t), int64_t count, Run* with) {
+  if (!is_small) return run_pieces(run, count, with);
   for (int64_t i = 0; i < count; i++) run(with, size_t(i));
-  return nullptr;
 }
 
 // Constants of a node, kept for its life.
@@ -165,6 +165,6 @@ struct Operator : OrtCustomOp {
     variadic_input_same = variadic_output_same = [](const OrtCustomOp*) { return 0; };
   }
 };
-extern const Operator kAttentionOperators[2], kRecurrentOperators[2], kExpertsOperator;
+extern const Operator kAttentionOperators[2], kRecurrentOperators[3], kExpertsOperator;
 
 }  // namespace edgespec

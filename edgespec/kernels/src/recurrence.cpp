@@ -1,6 +1,9 @@
 // Operators of ONNX Runtime in the domain "edgespec", over running states (states.h):
 //   DeltaNet(x [..., n, queries, keys, values, gates of the result], rates [..., n, 2 * value_heads], kernel [taps, channels],
 //     bias [value_heads], rate [value_heads], norm [size], rows [n, 4], states [1]) -> y [..., n, value_heads * size]
+//   Mamba2(x [..., n, keys, queries, values, gates of the result], rates [..., n, value_heads], kernel [taps, channels],
+//     bias [value_heads], rate [value_heads], skip [value_heads], shift [channels], rows [n, 4], states [1])
+//     -> y [..., n, value_heads * value_size]
 //   ShortConv(x [..., n, 3 * width], kernel [taps, width], rows [n, 4], states [1]) -> y [..., n, width]
 // Rows are those of attention.cpp, and those of a slot have cells one after another from their first position on. The
 // key of a value's head is that of its number modulo the key's heads, as llama.cpp's files have them.
@@ -17,16 +20,22 @@ Registry<States> all_states;
 // Adds what the log has at `cell` to 16 times `columns` of a head's values.
 void add_logged(const Recurrence& kernels, const State& s, int64_t head, int64_t column, int columns, int64_t cell, const float* from, float* to) {
   const int64_t size = s.shape->size;
-  kernels.add(from, to, columns, int(size), s.keys(cell) + head % s.shape->key_heads * size, s.decays(cell)[head], s.deltas(cell) + head * size + column * kLanes);
+  kernels.add(from, to, columns, int(size), s.keys(cell) + head % s.shape->key_heads * size, s.decays(cell)[head], s.deltas(cell) + head * s.shape->value_size + column * kLanes);
 }
 // Adds what the log has at `cell` to a copy of S.
 void add_all(const State& s, int64_t cell, float* copy) {
   const int64_t block = s.shape->size * kLanes;
-  for (int64_t h = 0; h < s.shape->value_heads; h++) for (int64_t column = 0; column < s.shape->size / kLanes; column++, copy += block)
+  for (int64_t h = 0; h < s.shape->value_heads; h++) for (int64_t column = 0; column < s.shape->value_size / kLanes; column++, copy += block)
     add_logged(*path_in_use().recurrence, s, h, column, 1, cell, copy, copy);
 }
 
-struct Layer { int64_t number, key_heads, value_heads, size; float epsilon; };  // number: of the states'
+struct Layer {
+  int64_t number, key_heads, value_heads, size, value_size;  // number: of the states'
+  float epsilon;
+  bool is_delta;
+  const char* name() const { return is_delta ? "DeltaNet" : "Mamba2"; }
+  StateShape shape(int32_t taps) const { return {int32_t(2 * key_heads * size + value_heads * value_size), taps, int32_t(key_heads), int32_t(value_heads), int32_t(size), int32_t(value_size)}; }
+};
 // The rows of one text. S is at position `start` and will be at `settled`, which is beyond `base` where not all rows fit the log.
 struct Part { int64_t first, last, base, start, settled; State state; };
 struct Step {
@@ -37,7 +46,7 @@ struct Step {
   const StateShape* shape;
   const Row* rows;
   int64_t count, num_parts, x_width, inner;
-  const float *x, *gates, *kernel, *bias, *rate, *norm;
+  const float *x, *gates, *kernel, *shift, *bias, *rate, *norm, *skip;
   float *y, *inputs, *mixed, *betas, *decays, *overlaps, *deltas;  // inputs: of the convolution, those of a row input_stride apart
   int64_t input_stride;
   Part* parts;
@@ -46,7 +55,8 @@ struct Step {
 
   const float* input_of(int64_t row) const { return inputs + row * input_stride; }
   int64_t key_width() const { return layer.key_heads * layer.size; }
-  float* key(int64_t row, int64_t head) const { return mixed + row * shape->channels + key_width() + head * layer.size; }
+  float* query(int64_t row, int64_t head) const { return mixed + row * shape->channels + !layer.is_delta * key_width() + head * layer.size; }
+  float* key(int64_t row, int64_t head) const { return mixed + row * shape->channels + layer.is_delta * key_width() + head * layer.size; }
 };
 
 // The convolution of a row, over the rows of its branch.
@@ -65,7 +75,7 @@ bool mix(const Step& s, int64_t row) {
     inputs[t] = at >= 0 ? s.input_of(at) : cell >= 0 ? part.state.inputs(cell) : zeros;
     if (at >= 0) at = s.rows[at].parent;
   }
-  s.kernels->convolve(inputs, s.kernel, taps, s.shape->channels, s.layer.value_heads, s.mixed + row * s.shape->channels);
+  s.kernels->convolve(inputs, s.kernel, s.shift, taps, s.shape->channels, s.layer.value_heads, s.mixed + row * s.shape->channels);
   return true;
 }
 void ORT_CALL mix_row(void* with, size_t number) {
@@ -73,12 +83,15 @@ void ORT_CALL mix_row(void* with, size_t number) {
   const int64_t row = int64_t(number), size = s.layer.size, heads = s.layer.value_heads;
   if (!mix(s, row)) { s.out_of_memory = true; return; }
   for (int64_t h = 0; h < s.layer.key_heads; h++) {
-    float* query = s.mixed + row * s.shape->channels + h * size;
-    s.kernels->to_unit(query, size, 1.f / sqrtf(float(size)));
-    s.kernels->to_unit(s.key(row, h), size, 1.f);
+    float* query = s.query(row, h);
+    if (s.layer.is_delta) {
+      s.kernels->to_unit(query, size, 1.f / sqrtf(float(size)));
+      s.kernels->to_unit(s.key(row, h), size, 1.f);
+    }
     s.overlaps[row * s.layer.key_heads + h] = s.kernels->dot(query, s.key(row, h), size);
   }
-  s.kernels->rates(s.gates + row * 2 * heads, s.bias, s.rate, heads, s.betas + row * heads, s.decays + row * heads);
+  const float* gates = s.gates + row * (1 + s.layer.is_delta) * heads;
+  s.kernels->rates(s.layer.is_delta ? gates : nullptr, gates + s.layer.is_delta * heads, s.bias, s.rate, heads, s.betas + row * heads, s.decays + row * heads);
 }
 
 // Some of a head's values for the rows of a text; `copy`: room for a state with rows that may be dropped.
@@ -91,7 +104,7 @@ struct Columns {
   const float* now;
 
   int64_t key_head() const { return head % s.layer.key_heads; }
-  int64_t value_at(int64_t row) const { return row * s.inner + head * s.layer.size + first * kLanes; }
+  int64_t value_at(int64_t row) const { return row * s.inner + head * s.layer.value_size + first * kLanes; }
   void add_row(int64_t row, float* to) {
     s.kernels->add(now, to, count, int(s.layer.size), s.key(row, key_head()), s.decays[row * s.layer.value_heads + head], s.deltas + value_at(row));
     now = to;
@@ -106,8 +119,9 @@ struct Columns {
     while (depth) add_row(path[--depth], copy);
   }
   void ask(int64_t row) {
-    const int64_t heads = s.layer.value_heads, query = row * s.shape->channels + key_head() * s.layer.size;
-    const Asked asked = {s.key(row, key_head()), s.mixed + query, s.mixed + row * s.shape->channels + 2 * s.key_width() + value_at(row) - row * s.inner, s.decays[row * heads + head], s.betas[row * heads + head], s.overlaps[row * s.layer.key_heads + key_head()]};
+    const int64_t heads = s.layer.value_heads;
+    const float decay = s.decays[row * heads + head];
+    const Asked asked = {s.key(row, key_head()), s.query(row, key_head()), s.mixed + row * s.shape->channels + 2 * s.key_width() + value_at(row) - row * s.inner, decay, s.betas[row * heads + head], s.overlaps[row * s.layer.key_heads + key_head()], s.layer.is_delta ? decay : 0.f, s.skip ? s.skip[head] : 0.f};
     s.kernels->ask(now, count, int(s.layer.size), asked, s.deltas + value_at(row), s.y + value_at(row));
   }
   void run() {
@@ -123,20 +137,21 @@ struct Columns {
 };
 void ORT_CALL run_head(void* with, size_t number) {
   Step& s = *static_cast<Step*>(with);
-  const int64_t size = s.layer.size, heads = s.layer.value_heads, head = int64_t(number) % heads;
+  const int64_t size = s.layer.size, values = s.layer.value_size, heads = s.layer.value_heads, head = int64_t(number) % heads;
   const Part& part = s.parts[int64_t(number) / heads];
   const int columns = s.kernels->columns;
   Scratch scratch;
   if (!scratch.get(size_t(columns * size * kLanes) * 4)) { s.out_of_memory = true; return; }
-  for (int64_t first = 0; first < size / kLanes; first += columns) {
-    const int count = int(size / kLanes - first < columns ? size / kLanes - first : columns);
+  for (int64_t first = 0; first < values / kLanes; first += columns) {
+    const int count = int(values / kLanes - first < columns ? values / kLanes - first : columns);
     Columns{s, part, head, first, count, part.state.head(head) + first * size * kLanes, reinterpret_cast<float*>(scratch.data), nullptr}.run();
   }
   alignas(64) float normed[1024];
   for (int64_t row = part.first; row < part.last; row++) {
-    float* y = s.y + row * s.inner + head * size;
-    s.others->norm(y, nullptr, s.norm, s.layer.epsilon, size, normed, nullptr);
-    s.others->gate(kSilu, s.x + row * s.x_width + s.shape->channels + head * size, normed, size, y);
+    float* y = s.y + row * s.inner + head * values;
+    if (s.norm) s.others->norm(y, nullptr, s.norm, s.layer.epsilon, values, normed, nullptr);
+    else memcpy(normed, y, size_t(values) * 4);
+    s.others->gate(kSilu, s.x + row * s.x_width + s.shape->channels + head * values, normed, values, y);
   }
 }
 void ORT_CALL log_row(void* with, size_t number) {
@@ -230,17 +245,22 @@ void settle(const Step& s) {
   for (int64_t i = 0; i < s.num_parts; i++) s.parts[i].state.header() = {s.parts[i].settled, s.parts[i].base + s.parts[i].last - s.parts[i].first, {}};
 }
 
-// ---- DeltaNet
+// ---- DeltaNet and Mamba2, whose norm is a node of its own
 OrtStatus* create_delta(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info, void** out) {
   Layer l = {};
   TRY(attribute(info, "layer", &l.number));
   TRY(attribute(info, "key_heads", &l.key_heads));
   TRY(attribute(info, "value_heads", &l.value_heads));
   TRY(attribute(info, "size", &l.size));
-  TRY(attribute(info, "epsilon", &l.epsilon));
-  const bool fits = l.key_heads > 0 && l.key_heads <= 4096 && l.value_heads > 0 && l.value_heads <= 4096 && l.size > 0 && l.size <= 1024;
-  if (!fits || !StateShape{int32_t((2 * l.key_heads + l.value_heads) * l.size), 2, int32_t(l.key_heads), int32_t(l.value_heads), int32_t(l.size)}.is_possible())
-    return invalid("edgespec: DeltaNet cannot have %lld heads of size %lld for %lld heads of keys", (long long)l.value_heads, (long long)l.size, (long long)l.key_heads);
+  size_t inputs;
+  TRY(num_inputs(info, &inputs));
+  l.is_delta = inputs == 8;
+  TRY(attribute(info, "value_size", &l.value_size));
+  if (l.is_delta) TRY(attribute(info, "epsilon", &l.epsilon));
+  bool fits = true;
+  for (const int64_t each : {l.key_heads, l.value_heads, l.size, l.value_size}) fits &= each > 0 && each <= 4096;
+  if (!fits || (l.is_delta && l.size != l.value_size) || !l.shape(2).is_possible())
+    return invalid("edgespec: %s cannot have %lld heads of size %lld for %lld heads of keys of %lld", l.name(), (long long)l.value_heads, (long long)l.value_size, (long long)l.key_heads, (long long)l.size);
   return keep(l, out);
 }
 OrtStatus* ORT_CALL compute_delta(void* self, OrtKernelContext* context) {
@@ -250,18 +270,19 @@ OrtStatus* ORT_CALL compute_delta(void* self, OrtKernelContext* context) {
   Tensor x, gates;
   TRY(read_floats(context, 0, "x", &x));
   TRY(read_floats(context, 1, "rates", &gates));
-  s.inner = l.value_heads * l.size;
-  const int64_t channels = 2 * l.key_heads * l.size + s.inner;
+  StateShape wanted = l.shape(0);
+  s.inner = wanted.values();
+  const int64_t channels = wanted.channels, rates = (1 + l.is_delta) * l.value_heads;
   s.x_width = s.input_stride = channels + s.inner;
-  if (!x.rank || x.dims[x.rank - 1] != s.x_width) return invalid("edgespec: DeltaNet's x is %lld wide, expected %lld", (long long)(x.rank ? x.dims[x.rank - 1] : 0), (long long)s.x_width);
+  if (!x.rank || x.dims[x.rank - 1] != s.x_width) return invalid("edgespec: %s's x is %lld wide, expected %lld", l.name(), (long long)(x.rank ? x.dims[x.rank - 1] : 0), (long long)s.x_width);
   s.count = elements(x, x.rank - 1);
-  if (!gates.data || elements(gates, gates.rank) != 2 * l.value_heads * s.count) return invalid("edgespec: DeltaNet's rates are not %lld rows of %lld", (long long)s.count, (long long)(2 * l.value_heads));
-  StateShape wanted = {0, 0, int32_t(l.key_heads), int32_t(l.value_heads), int32_t(l.size)};
+  if (!gates.data || elements(gates, gates.rank) != rates * s.count) return invalid("edgespec: %s's rates are not %lld rows of %lld", l.name(), (long long)s.count, (long long)rates);
   TRY(read_kernel(context, 2, channels, &s, &wanted));
   TRY(read_vector(context, 3, "bias", l.value_heads, &s.bias));
   TRY(read_vector(context, 4, "rate", l.value_heads, &s.rate));
-  TRY(read_vector(context, 5, "norm", l.size, &s.norm));
-  TRY(read_places(context, 6, "DeltaNet", wanted, &s));
+  TRY(read_vector(context, 5, l.is_delta ? "norm" : "skip", l.is_delta ? l.size : l.value_heads, l.is_delta ? &s.norm : &s.skip));
+  if (!l.is_delta) TRY(read_vector(context, 6, "shift", channels, &s.shift));
+  TRY(read_places(context, 7 - l.is_delta, l.name(), wanted, &s));
   s.x = static_cast<const float*>(x.data); s.gates = static_cast<const float*>(gates.data);
   s.inputs = const_cast<float*>(s.x);  // only read
   TRY(open_output(context, &x, s.inner, &s.y));
@@ -277,12 +298,12 @@ OrtStatus* ORT_CALL compute_delta(void* self, OrtKernelContext* context) {
     if (pieces.data) break;
     if (!scratch.get(size_t(pieces.size))) return error(kFail, "edgespec: out of memory");
   }
-  TRY(divide(&s, "DeltaNet", s.parts));
-  TRY(run_all(context, s.count * channels < 32768, mix_row, s.count, &s));
+  TRY(divide(&s, l.name(), s.parts));
+  run_all(s.count * channels < 32768, mix_row, s.count, &s);
   if (s.out_of_memory) return error(kFail, "edgespec: out of memory");
-  TRY(run_all(context, (s.count + s.num_parts) * s.inner * l.size < 100000, run_head, s.num_parts * l.value_heads, &s));
+  run_all((s.count + s.num_parts) * s.inner * l.size < 100000, run_head, s.num_parts * l.value_heads, &s);
   if (s.out_of_memory) return error(kFail, "edgespec: out of memory");
-  TRY(run_all(context, s.count * channels < 65536, log_row, s.count, &s));
+  run_all(s.count * channels < 65536, log_row, s.count, &s);
   settle(s);
   return nullptr;
 }
@@ -319,16 +340,17 @@ OrtStatus* ORT_CALL compute_short(void* self, OrtKernelContext* context) {
   }
   TRY(divide(&s, "ShortConv", s.parts));
   const bool is_small = s.count * width < 65536;
-  TRY(run_all(context, is_small, gate_row, s.count, &s));
-  TRY(run_all(context, is_small, short_row, s.count, &s));
+  run_all(is_small, gate_row, s.count, &s);
+  run_all(is_small, short_row, s.count, &s);
   if (s.out_of_memory) return error(kFail, "edgespec: out of memory");
-  TRY(run_all(context, is_small, log_row, s.count, &s));
+  run_all(is_small, log_row, s.count, &s);
   settle(s);
   return nullptr;
 }
 }  // namespace
 const Operator kRecurrentOperators[] = {
     {"DeltaNet", "ffffffin", 1, create_delta, compute_delta},
+    {"Mamba2", "fffffffin", 1, create_delta, compute_delta},
     {"ShortConv", "ffin", 1, create_short, compute_short},
 };
 }  // namespace edgespec
@@ -336,7 +358,7 @@ const Operator kRecurrentOperators[] = {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 using namespace edgespec;
 
-// Bytes of states of `layers` layers of these sizes (five numbers each); -1 if there cannot be any.
+// Bytes of states of `layers` layers of these sizes (six numbers each); -1 if there cannot be any.
 EXPORT int64_t edgespec_state_bytes(const int32_t* sizes, int64_t layers, int64_t slots, int64_t log) {
   int64_t slot = 0, bytes;
   if (layers < 1 || layers > 1 << 16 || slots < 1 || slots > 1 << 20 || log < 1 || log > kMostLogged) return -1;

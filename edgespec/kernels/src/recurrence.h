@@ -1,4 +1,5 @@
-// The gated delta rule (Yang, Kautz and Hatamizadeh, 2024) and short convolutions, for one instruction set (`Lanes`).
+// The gated delta rule (Yang, Kautz and Hatamizadeh, 2024), Mamba-2 (Dao and Gu, 2024), whose rows do not depend on what S
+// has, and short convolutions, for one instruction set (`Lanes`).
 //
 // Rows are added to a state one after another, and each sum is in order: a row's bits depend on the rows of its own branch
 // alone, not on how they are cut into passes.
@@ -25,9 +26,10 @@ INLINE float logarithm(float x) {
   return m + y + whole * 0.693359375f;
 }
 
-void convolve(const float* const* inputs, const float* kernel, int taps, int64_t channels, bool is_activated, float* out) {
+void convolve(const float* const* inputs, const float* kernel, const float* shift, int taps, int64_t channels, bool is_activated, float* out) {
   for (int64_t i = 0; i < channels; i++) out[i] = inputs[0][i] * kernel[i];
   for (int t = 1; t < taps; t++) for (int64_t i = 0; i < channels; i++) out[i] += inputs[t][i] * kernel[t * channels + i];
+  if (shift) for (int64_t i = 0; i < channels; i++) out[i] += shift[i];
   if (is_activated) for (int64_t i = 0; i < channels; i++) out[i] /= 1.f + exponential(-out[i]);
 }
 float dot(const float* x, const float* y, int64_t size) {
@@ -39,11 +41,13 @@ void to_unit(float* x, int64_t size, float factor) {
   const float scale = factor / sqrtf(dot(x, x, size) + 1e-6f);
   for (int64_t i = 0; i < size; i++) x[i] *= scale;
 }
-// gates: of each head how much is written, then how much is kept. What is not a number stays that: processors differ in its bits.
-void rates(const float* gates, const float* bias, const float* rate, int64_t heads, float* betas, float* decays) {
+// Of each head how much is written, null: as much as time passes, and how much is kept. What is not a number stays that:
+// processors differ in its bits.
+void rates(const float* written, const float* times, const float* bias, const float* rate, int64_t heads, float* betas, float* decays) {
   for (int64_t h = 0; h < heads; h++) {
-    const float written = gates[h], x = gates[heads + h] + bias[h], fading = rate[h] * (x > 20.f ? x : logarithm(1.f + exponential(x)));
-    betas[h] = written == written ? 1.f / (1.f + exponential(-written)) : written;
+    const float x = times[h] + bias[h], passed = x > 20.f ? x : logarithm(1.f + exponential(x)), fading = rate[h] * passed;
+    const float w = written ? written[h] : x;
+    betas[h] = w != w ? w : written ? 1.f / (1.f + exponential(-w)) : passed;
     decays[h] = x == x && fading == fading ? exponential(fading) : x * fading;
   }
 }
@@ -66,11 +70,12 @@ template <int kColumns> void ask_columns(const float* state, int size, const Ask
     kept[c] = Lanes::fma(Lanes::broadcast(row.key[i]), x, kept[c]);
     seen[c] = Lanes::fma(Lanes::broadcast(row.query[i]), x, seen[c]);
   }
-  const Lanes::Float decay = Lanes::broadcast(row.decay);
   UNROLL for (int c = 0; c < kColumns; c++) {
-    const Lanes::Float d = Lanes::multiply(Lanes::broadcast(row.beta), Lanes::fnma(decay, kept[c], Lanes::load_floats(row.value + c * kLanes)));
+    const Lanes::Float value = Lanes::load_floats(row.value + c * kLanes);
+    const Lanes::Float d = Lanes::multiply(Lanes::broadcast(row.beta), Lanes::fnma(Lanes::broadcast(row.taken), kept[c], value));
     Lanes::store_floats(delta + c * kLanes, d);
-    Lanes::store_floats(y + c * kLanes, Lanes::fma(Lanes::broadcast(row.overlap), d, Lanes::multiply(decay, seen[c])));
+    const Lanes::Float found = Lanes::fma(Lanes::broadcast(row.overlap), d, Lanes::multiply(Lanes::broadcast(row.decay), seen[c]));
+    Lanes::store_floats(y + c * kLanes, Lanes::fma(Lanes::broadcast(row.skip), value, found));
   }
 }
 // Calls f(a constant) for parts of some columns, with the first column of each.
@@ -85,7 +90,8 @@ void add(const float* from, float* to, int columns, int size, const float* key, 
 }
 void ask(const float* state, int columns, int size, const Asked& row, float* delta, float* y) {
   for_columns(columns, [&](auto n, int c) {
-    const Asked part = {row.key, row.query, row.value + c * kLanes, row.decay, row.beta, row.overlap};
+    Asked part = row;
+    part.value += c * kLanes;
     ask_columns<n>(state + int64_t(c) * size * kLanes, size, part, delta + c * kLanes, y + c * kLanes);
   });
 }
