@@ -214,17 +214,11 @@ def _given(graph: bytes, arrays: Arrays, options: Any) -> Iterator[bytes]:
 
 
 class Bindings:
-    """What the passes of a model read and write, by their shapes, in `session`, which may be replaced."""
+    """What the passes of a model read and write, by their shapes, in `session`."""
 
     def __init__(self, session: Any, run_options: Any) -> None:
         self.session, self._options = session, run_options
         self._made: dict[tuple[int, ...], Any] = {}
-
-    def use(self, session: Any) -> None:
-        """Run later passes in another session of the same graph."""
-        if session is not self.session:
-            self.session = session
-            self._made.clear()
 
     def of(self, shape: tuple[int, ...], bind: Callable[..., None]) -> Any:
         """That of a pass of this shape, which `bind(binding, *shape)` fills."""
