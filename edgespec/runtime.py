@@ -109,9 +109,11 @@ class Model(Closing):
         """Remarks on the effective configuration that the user should see."""
         notes = [self.memory.note] if self.memory is not None and self.memory.note else []
         notes += self.target.facts.notes
-        pinned = self.target.facts.pinned_class
-        if not self.reproducible:
-            notes += self._why_not_reproducible()
+        pinned, rule = self.target.facts.pinned_class, self.options.verify
+        if rule in LOSSY:
+            notes.append(f"LOSSY: --verify {rule} changes the target's output distribution")
+        elif rule != "coupled":
+            notes.append(f"not reproducible: with --verify {rule} the text depends on the draft")
         elif pinned is not None and pinned[0] > 1:
             fix = "-ctk q8_0 may help; " if self.target.facts.name == "llamacpp" else ""
             notes.append(
@@ -130,13 +132,6 @@ class Model(Closing):
         """Sampling settings of generations that give none: the pair's recommended values over the defaults."""
         settings: dict[str, Any] = dict(self.pair.recommended)
         return Sampling(**settings)
-
-    def _why_not_reproducible(self) -> list[str]:
-        if self.options.verify in LOSSY:
-            return [f"LOSSY: --verify {self.options.verify} changes the target's output distribution"]
-        if self.options.verify != "coupled":
-            return [f"not reproducible: with --verify {self.options.verify} the text depends on the draft"]
-        return []
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Token ids of `text` as a prompt, with the begin-of-text token if the model uses one.

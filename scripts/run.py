@@ -60,7 +60,7 @@ PAGE_FAILED = VENV / "page-libraries-failed"  # when it is from
 DAY_S = 86400
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 # Commands that need more than the package's own requirements.
-EXTRAS = {"test": ["test", "llamacpp"], "lint": ["lint"], "serve": ["server"], "export": ["export"], "bench": ["bench"]}
+EXTRAS = {"test": ["test", "llamacpp"], "lint": ["lint"], "serve": ["server"], "export": ["export"]}
 RUNS_A_MODEL = ("bench", "chat", "generate", "race", "run", "serve", "verify")  # whose first argument it is
 # How many processes that is, tests/support/workers.py says. Each takes whole stretches of files, in whose order they
 # would run in one process, so that what the tests of a file share is rarely made twice; who is done takes half of the
@@ -296,6 +296,8 @@ def fetch_page_libraries() -> None:
     with contextlib.suppress(OSError):
         if time.time() - PAGE_FAILED.stat().st_mtime < DAY_S:
             return
+    if not (ROOT / "edgespec/server/static/vendor").is_dir():
+        say("fetching the libraries of the chat page, 2.5 MB")
     done = subprocess.run([str(PYTHON), str(script)], capture_output=True, text=True, check=False)
     if done.returncode:
         with contextlib.suppress(OSError):  # the checkout may be read-only

@@ -148,7 +148,6 @@ def lfm2_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def windowed_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Gemma 3 whose window is 16 tokens long, float32."""
-    pytest.importorskip("gguf", reason="makes the model with the package gguf: scripts/run.py install export")
     from edgespec.export.gguf.convert import convert
     from tiny_checkpoints import write_checkpoint
 
@@ -211,7 +210,6 @@ def onnx_path() -> Path:
 @pytest.fixture(scope="session")
 def tiny_graph_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`tiny_path` as a float32 ONNX graph with attention over a shared cache, as a conversion writes it."""
-    pytest.importorskip("gguf", reason="a conversion needs the package gguf")
     from edgespec.export.onnx.writer import convert_gguf, open_gguf
 
     return convert_gguf(open_gguf(tiny_path), tmp_path_factory.mktemp("graph"), "fp32")

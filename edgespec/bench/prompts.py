@@ -1,15 +1,11 @@
-"""The prompts of a benchmark, by domain: the user's, built-in ones, generated ones.
-
-Generated domains: `copying` asks to repeat a text with a small change; `random_text` continues random tokens, which
-nothing predicts: it shows what speculation costs at worst.
+"""The prompts of a benchmark, by domain: the user's, built-in ones, and `random_text`, which continues random tokens:
+nothing predicts it, so it shows what speculation costs at worst.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import random
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +17,13 @@ from edgespec.platform.files import read_text
 from edgespec.runtime import Model
 from edgespec.vocabulary import Vocabulary
 
-OWN_DOMAIN = "prompts"  # for lines without a domain
-NUM_GENERATED = 4  # prompts of a generated domain
-_RANDOM_TOKENS = 48
-_MOST_COPIED_CHARACTERS = 1500
-_WORD = re.compile(r"\b[A-Za-z_]{4,}\b")
-_NEW_WORDS = ("harbour", "velvet", "lantern", "meadow", "copper", "orchard")
+OWN_DOMAIN = "prompts"
+NUM_RANDOM, _RANDOM_TOKENS = 4, 48  # prompts of random tokens, and how many each has
+_EDIT = "Repeat the text below word for word, with 'result' replaced by 'sum' and 'lamp' by 'lantern'."
+_EDITS = (
+    "def total(prices):\n    result = 0\n    for price in prices:\n        result += price\n    return result",
+    "The keeper of the lighthouse climbs the stairs each night and lights the lamp. The ships see it and turn away.",
+)
 Domains = dict[str, list["BenchPrompt"]]
 
 
@@ -49,36 +46,18 @@ def built_in() -> Domains:
     domains: Domains = {}
     for prompt in PROMPTS:
         domains.setdefault(prompt.domain, []).append(BenchPrompt(*prompt))
+    domains["copying"] += [BenchPrompt("copying", f"{_EDIT}\n\n{text}") for text in _EDITS]
     return domains
 
 
-def with_generated(found: Mapping[str, Sequence[BenchPrompt]], vocabulary: Vocabulary, seed: int) -> Domains:
-    """`found` plus the generated domains; existing prompts of these come first."""
+def with_random_text(found: Mapping[str, Sequence[BenchPrompt]], vocabulary: Vocabulary, seed: int) -> Domains:
+    """`found` plus prompts of random tokens, control tokens excluded."""
     rng = random.Random(f"{seed} made")
-    texts = [prompt.text for prompts in found.values() for prompt in prompts]
-    edits = filter(None, (copy_edit(text, rng) for text in rng.sample(texts, len(texts))))
-    domains = {name: list(prompts) for name, prompts in found.items()}
-    copies = [prompt for prompt, _ in zip(edits, range(NUM_GENERATED), strict=False)]
-    if copies:
-        domains.setdefault("copying", []).extend(copies)
-    domains.setdefault("random_text", []).extend(random_text(vocabulary, rng) for _ in range(NUM_GENERATED))
-    return domains
-
-
-def copy_edit(text: str, rng: random.Random) -> BenchPrompt | None:
-    """A request to repeat `text` with one word replaced everywhere; None if it has no such word or is too long."""
-    words = sorted(set(_WORD.findall(text)) - set(_NEW_WORDS))
-    if not words or len(text) > _MOST_COPIED_CHARACTERS:
-        return None
-    old, new = rng.choice(words), rng.choice(_NEW_WORDS)
-    request = f"Repeat the text below word for word, with '{old}' replaced by '{new}' everywhere."
-    return BenchPrompt("copying", f"{request}\n\n{text}")
-
-
-def random_text(vocabulary: Vocabulary, rng: random.Random) -> BenchPrompt:
-    """A prompt of random tokens, control tokens excluded."""
     printing = [token_id for token_id, piece in enumerate(vocabulary.pieces) if piece]
-    return BenchPrompt("random_text", vocabulary.decode(rng.choices(printing, k=_RANDOM_TOKENS)), is_raw=True)
+    texts = (vocabulary.decode(rng.choices(printing, k=_RANDOM_TOKENS)) for _ in range(NUM_RANDOM))
+    made = [BenchPrompt("random_text", text, is_raw=True) for text in texts]
+    domains = {name: list(prompts) for name, prompts in found.items()}
+    return domains | {"random_text": [*domains.get("random_text", []), *made]}
 
 
 def choose(
@@ -107,36 +86,14 @@ def choose(
 
 
 def read_prompts(path: Path) -> Domains:
-    """Prompts of a file, by domain: one plain prompt per line, or (.jsonl) an object with "text" and optional "domain".
-
-    Raises PromptError, naming the file and the line.
-    """
+    """The prompts of a file, one per line. Raises PromptError."""
     try:
-        lines = list(io.StringIO(read_text(path), newline=None))  # splitlines cuts at marks that JSON allows, too
+        lines = io.StringIO(read_text(path), newline=None)  # splitlines cuts at other marks, too
     except OSError as exc:
         raise PromptError(f"--prompts {path} cannot be read: {exc.strerror or exc}") from exc
     except UnicodeDecodeError as exc:
         raise PromptError(f"--prompts {path} is not UTF-8 text: {exc.reason} at byte {exc.start}") from exc
-    domains: Domains = {}
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            place, is_json = f"--prompts {path} line {number}", path.suffix == ".jsonl"
-            prompt = _prompt_of(line, place) if is_json else BenchPrompt(OWN_DOMAIN, line.rstrip("\n"))
-            domains.setdefault(prompt.domain, []).append(prompt)
-    if not domains:
-        raise PromptError(f"--prompts {path} has no prompt: give one per line")
-    return domains
-
-
-def _prompt_of(line: str, place: str) -> BenchPrompt:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as exc:  # ValueError: also a whole number of too many digits
-        raise PromptError(f"{place} is not JSON: {exc}") from exc
-    text = record.get("text") if isinstance(record, dict) else None
-    if not isinstance(text, str) or not text.strip():
-        raise PromptError(f'{place} needs a non-empty "text", got {line[:60]!r}')
-    domain = record.get("domain", OWN_DOMAIN)
-    if not isinstance(domain, str) or not domain.strip():
-        raise PromptError(f'{place}: "domain" must be a name, got {domain!r}')
-    return BenchPrompt(domain, text)
+    found = [BenchPrompt(OWN_DOMAIN, line.rstrip("\n")) for line in lines if line.strip()]
+    if not found or path.suffix == ".jsonl":
+        raise PromptError(f"--prompts {path} must be a text file with one prompt per line, none of them JSON")
+    return {OWN_DOMAIN: found}

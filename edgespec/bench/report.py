@@ -1,26 +1,34 @@
 """The result of a benchmark: one JSON object with stable keys, and the table and reasons that are made from it.
 
-A speedup is computed per trial, from two consecutive runs, and reported as median and quartiles; the pooled speedup is
-the ratio of total tokens per total seconds. Units are seconds and bytes. None: unknown on this machine, or nothing to
+A speedup is computed per trial, from two consecutive runs, and reported as median and quartiles. Units are seconds and
+bytes. None: unknown on this machine, or nothing to
 divide by.
 """
 
 from __future__ import annotations
 
+import io
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from statistics import quantiles
 from typing import Any, Literal
+
+from rich.console import Console
 
 from edgespec import __version__
 from edgespec.bench.runner import Measurement, Trial
 from edgespec.config.options import GenerateOptions, Sampling
+from edgespec.errors import ConfigError
+from edgespec.platform.files import write_atomically
 from edgespec.reports import RoundRecord
 from edgespec.runtime import Model
 
-FORMAT = 2
+FORMAT = 3
 Report = dict[str, Any]
 Verdict = Literal["gains", "even", "loses", "unknown", "undrafted"]
 _NOTICEABLE = 0.02  # smaller relative differences count as equal, or those that plain decoding has from itself
@@ -44,9 +52,6 @@ class Spread:
             return Spread(values[0], values[0], values[0])
         low, middle, high = quantiles(values, n=4, method="inclusive")
         return Spread(middle, low, high)
-
-    def to_json(self) -> dict[str, float]:
-        return {"median": self.median, "q1": self.q1, "q3": self.q3}
 
 
 class Side:
@@ -78,7 +83,7 @@ class Side:
     def to_json(self) -> dict[str, Any]:
         spread = self.tokens_per_second
         return {
-            "tokens_per_second": spread.to_json() if spread else None,
+            "tokens_per_second": spread and asdict(spread),
             "pooled_tokens_per_second": self.pooled_rate or None,
             "num_tokens": int(self.total("new_tokens")),
             "time": {name: self.total(name) for name in (*_TIMES, "wall_s")},
@@ -111,10 +116,6 @@ class Summary:
     @property
     def speedup(self) -> Spread | None:
         return Spread.of(self.speedups)
-
-    @property
-    def pooled_speedup(self) -> float | None:
-        return _ratio(self.speculative.pooled_rate, self.standard.pooled_rate) if self.has_drafted else None
 
     @property
     def whole_speedup(self) -> float | None:
@@ -150,10 +151,9 @@ class Summary:
         return {
             "num_trials": len(self.trials),
             "verdict": self.verdict,
-            "speedup": self.speedup.to_json() if self.speedup else None,
-            "pooled_speedup": self.pooled_speedup,
+            "speedup": self.speedup and asdict(self.speedup),
             "whole_answer_speedup": self.whole_speedup,
-            "noise": self.noise.to_json() if self.noise else None,
+            "noise": self.noise and asdict(self.noise),
             "acceptance_rate": self.acceptance_rate,
             "mean_accepted_length": self.mean_accepted_length,
             "standard": self.standard.to_json(),
@@ -164,25 +164,15 @@ class Summary:
 def describe(model: Model, sampling: Sampling, options: GenerateOptions) -> dict[str, Any]:
     """All settings that affect the result, as JSON."""
     facts = model.target.facts
-    return {
-        "model": model.pair.name,
-        "engine": facts.name,
-        "device": facts.device,
-        "threads": facts.threads,
-        "context_length": facts.context_length,
-        "drafter": model.drafter_name,
-        "draft_length": model.options.draft_length,
-        "max_slowdown": model.options.max_slowdown,
-        "verify": model.options.verify,
-        "reproducible": model.reproducible,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "seed": sampling.seed,
-        "max_tokens": options.max_tokens,
-        "ignore_eos": options.ignore_eos,
-    }
+    settings: tuple[tuple[object, tuple[str, ...]], ...] = (
+        (facts, ("device", "threads", "context_length")),
+        (model.options, ("drafter", "draft_length", "max_slowdown", "verify")),
+        (model, ("reproducible",)),
+        (sampling, ("temperature", "top_k", "top_p", "min_p", "seed")),
+        (options, ("max_tokens", "ignore_eos")),
+    )
+    found = {name: getattr(owner, name) for owner, names in settings for name in names}
+    return {"model": model.pair.name, "engine": facts.name} | found
 
 
 def report_of(
@@ -204,7 +194,10 @@ def report_of(
         "num_trials": len(trials),
         "num_planned_trials": num_planned,
         "num_prompts": len(by_prompt),
-        "num_identical": sum(map(_is_identical, by_prompt.values())),
+        "num_identical": sum(
+            len({run.token_ids for trial in found for run in (trial.speculative, trial.standard)}) == 1
+            for found in by_prompt.values()
+        ),
         "total": total.to_json(),
         "domains": {name: Summary(found).to_json() for name, found in by_domain.items()},
         "accepted_lengths": accepted_lengths(records),
@@ -220,11 +213,6 @@ def draft_token_s(model: Model) -> dict[str, float]:
         for cost in costs.drafts.values():
             cost.scale(costs.curve.at(1))
     return {name: cost.token_s for name, cost in costs.drafts.items()}
-
-
-def _is_identical(trials: Sequence[Trial]) -> bool:
-    """Whether all runs have the same tokens."""
-    return len({run.token_ids for trial in trials for run in (trial.speculative, trial.standard)}) == 1
 
 
 def accepted_lengths(records: Iterable[RoundRecord]) -> dict[str, dict[str, int]]:
@@ -259,14 +247,22 @@ def table_lines(report: Report) -> Iterator[str]:
     )
     yield ""
     yield verdict_line(report)
-    yield from reason_lines(report)
+    if noise := report["total"]["noise"]:
+        yield (
+            f"noise: plain decoding, run twice, reached {noise['median']:.2f}x of itself (quartiles "
+            f"{noise['q1']:.2f}-{noise['q3']:.2f}): smaller differences say nothing"
+        )
+    yield equality(report)
+    times = report["total"]["speculative"]["time"]
+    names = {"prefill_s": "prefill", "draft_s": "drafting", "verify_s": "target passes", "overhead_s": "other"}
+    shares = (f"{text} {times[name] / (times['wall_s'] or 1.0):.0%}" for name, text in names.items())
+    yield f"time of speculation: {', '.join(shares)}"
 
 
 def cells(figures: Mapping[str, Any]) -> tuple[str, ...]:
     """The cells of a table row, without the name of the domain."""
     rates = (figures[side]["tokens_per_second"] for side in ("standard", "speculative"))
-    spread = figures["speedup"]
-    speedup = f"{spread['median']:.2f}x" if spread else UNKNOWN
+    spread, speedup = figures["speedup"], median_speedup(figures)
     if spread and figures["num_trials"] > 1:
         speedup += f" ({spread['q1']:.2f}-{spread['q3']:.2f})"
     return (
@@ -280,38 +276,27 @@ def cells(figures: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+def median_speedup(figures: Mapping[str, Any]) -> str:
+    return f"{figures['speedup']['median']:.2f}x" if figures["speedup"] else UNKNOWN
+
+
 def shown(value: float | None, form: str) -> str:
     return UNKNOWN if value is None else form.format(value)
 
 
 def verdict_line(report: Report) -> str:
     total, domains = report["total"], report["domains"]
-    pooled = shown(total["pooled_speedup"], "{:.2f}x")
+    median = median_speedup(total)
     says = {
-        "gains": f"speculation is faster: {pooled} the speed of plain decoding over all prompts",
-        "even": f"speculation makes no difference beyond noise: {pooled} over all prompts",
-        "loses": f"speculation is slower: {pooled} the speed of plain decoding over all prompts",
+        "gains": f"speculation is faster: {median} the speed of plain decoding, the median of all runs",
+        "even": f"speculation makes no difference beyond noise: {median}, the median of all runs",
+        "loses": f"speculation is slower: {median} the speed of plain decoding, the median of all runs",
         "undrafted": "nothing was drafted: both sides decoded plainly, so there is no ratio",
-        "unknown": f"too few runs for a verdict: {pooled} over all prompts; give more with --repeat",
+        "unknown": f"too few runs for a verdict: {median}; give more with --repeat",
     }[total["verdict"]]
     against = "gains" if total["verdict"] == "loses" else "loses"
-    others = [
-        f"{name} {shown(figures['pooled_speedup'], '{:.2f}x')}"
-        for name, figures in domains.items()
-        if figures["verdict"] == against
-    ]
+    others = [f"{name} {median_speedup(each)}" for name, each in domains.items() if each["verdict"] == against]
     return says + (f"; it {against} on {', '.join(others)}" if others and len(domains) > 1 else "")
-
-
-def reason_lines(report: Report) -> Iterator[str]:
-    """One line each: noise, equality of texts, time by phase."""
-    if noise := report["total"]["noise"]:
-        yield (
-            f"noise: plain decoding, run twice, reached {noise['median']:.2f}x of itself (quartiles "
-            f"{noise['q1']:.2f}-{noise['q3']:.2f}): smaller differences say nothing"
-        )
-    yield equality(report)
-    yield f"time of speculation: {_time_split(report['total']['speculative']['time'])}"
 
 
 def equality(report: Report) -> str:
@@ -322,19 +307,32 @@ def equality(report: Report) -> str:
     return f"texts: identical to plain decoding on {same} of {count} prompts; reproducible mode is off"
 
 
-def _time_split(times: Mapping[str, float]) -> str:
-    whole = times["wall_s"] or 1.0
-    names = {
-        "prefill_s": "prefill",
-        "draft_s": "drafting",
-        "verify_s": "target passes",
-        "overhead_s": "other",
-    }
-    return ", ".join(f"{text} {times[name] / whole:.0%}" for name, text in names.items())
-
-
 def row(cells: Sequence[str], widths: Sequence[int] = _WIDTHS) -> str:
     """The first column begins, the others end below each other."""
     first, *others = cells
     ends = (text.rjust(width) for text, width in zip(others, widths[1:], strict=True))
     return "  ".join((first.ljust(widths[0]), *ends)).rstrip()
+
+
+# -- as a picture
+
+
+def check_picture(option: str, path: Path) -> None:
+    """Before the work: raises ConfigError where no picture can be written at `path`."""
+    if path.suffix.lower() != ".svg":
+        raise ConfigError(f"{option} {path}: the picture is an SVG file, so the name must end in .svg")
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a folder: give a file name")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{option} {path}: its folder does not exist")
+
+
+@contextmanager
+def picture(path: Path, title: str, columns: int) -> Iterator[Console]:
+    """What is printed in the block becomes an SVG image. Raises StateError when `path` cannot be written."""
+    options: dict[str, Any] = {"record": True, "force_terminal": True, "color_system": "truecolor", "highlight": False}
+    canvas = Console(width=columns, file=io.StringIO(), **options)
+    yield canvas
+    drawn = canvas.export_svg(title=title, unique_id="edgespec")
+    # rich names a web font; a viewer's own monospaced one does, since every run of text carries its width
+    write_atomically(path, re.sub(r"@font-face\s*\{.*?\}\s*", "", drawn, flags=re.DOTALL))

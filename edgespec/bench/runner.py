@@ -111,16 +111,12 @@ class Runner:
     def run(self, tasks: Iterable[Task]) -> Iterator[Trial]:
         """One trial per task, after a warm-up. Ends early if `is_over` returns True or a generation is cancelled."""
         for number, task in enumerate(tasks):
-            if not number:
-                self._warm_up(task)
+            for options in () if number else (self._plain, self._options):
+                measure(self._model, dataclasses.replace(options, max_tokens=_WARM_UP_TOKENS), task)
             trial = None if self._is_over() else self._trial(task)
             if trial is None:
                 return
             yield trial
-
-    def _warm_up(self, task: Task) -> None:
-        for options in (self._plain, self._options):
-            measure(self._model, dataclasses.replace(options, max_tokens=_WARM_UP_TOKENS), task)
 
     def _trial(self, task: Task) -> Trial | None:
         sides = {"standard": self._plain, "speculative": self._options}

@@ -4,10 +4,9 @@ speculation is fast or slow here (`--explain`): costs, acceptance, the speed to 
 All settings decode a prompt one after another, each on empty caches and beginning with another one for every prompt,
 so that a machine that slows down meanwhile does not favour one of them.
 
-With s seconds per token of plain decoding, a round that emits m tokens in r seconds gains m / (r / s). Two formulas
-give the speedup to expect of a draft length: Leviathan's (arXiv 2211.17192, theorem 3.8), in which a pass costs the
-same whatever its width, and the same with the cost of each width. Both assume that tokens are accepted independently
-with one probability. Real text differs, so the measured speedup stands beside them.
+With s seconds per token of plain decoding, a round that emits m tokens in r seconds gains m / (r / s). The speedup to
+expect of a draft length is Leviathan's (arXiv 2211.17192, theorem 3.8) with the cost of each width. It assumes that
+tokens are accepted independently with one probability. Real text differs, so the measured speedup stands beside it.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ from edgespec.bench.report import Side, draft_token_s, row, shown
 from edgespec.bench.runner import Measurement, Task, measure
 from edgespec.config.options import GenerateOptions
 from edgespec.config.values import DrafterName, DraftLength
-from edgespec.control.prices import ceiling, expected_speedup
 from edgespec.errors import ConfigError
 from edgespec.reports import RoundRecord
 from edgespec.runtime import Model
 
-SWEPT_LENGTHS, EXPLAINED_LENGTHS = (2, 4, 8), (1, 2, 3, 4, 6, 8, 12)
+LENGTHS = (1, 2, 4, 8, 12)
 NEAR = 0.05  # speeds that differ by less count as equal
 _WARM_UP_TOKENS = 8
 _MOST_DRAFTED = 15
@@ -57,11 +55,11 @@ PLAIN = Choice("none", "auto")
 class Sweep:
     """The measurements so far, by setting and kind of text."""
 
-    def __init__(self, model: Model, choices: Iterable[Choice], options: GenerateOptions) -> None:
+    def __init__(self, model: Model, drafters: Iterable[DrafterName], options: GenerateOptions) -> None:
         self.model = model
         self.auto = Choice(model.drafter_name, "auto")
-        possible = (choice for choice in choices if choice.length == "auto" or choice.length < model.target.widest_pass)
-        self.choices = list(dict.fromkeys((PLAIN, self.auto, *possible)))
+        lengths = [length for length in LENGTHS if length < model.target.widest_pass]
+        self.choices = [PLAIN, self.auto, *(Choice(name, length) for name in drafters for length in lengths)]
         self._options = dataclasses.replace(options, logprobs=False)
         self._runs: dict[tuple[Choice, str], list[Measurement]] = defaultdict(list)
 
@@ -119,22 +117,14 @@ class Sweep:
         return costs_of(self.model, self.side(PLAIN), drafted)
 
 
-def swept_choices(model: Model) -> list[Choice]:
-    """The settings to try: every drafter of the model, or the one that it was loaded for, with each length."""
-    names = model.drafters.names if model.drafter_name == "auto" else [model.drafter_name]
-    return [Choice(name, length) for name in names for length in SWEPT_LENGTHS]
-
-
-def explained_choices(model: Model) -> list[Choice]:
-    return [Choice(explained_drafter(model), length) for length in EXPLAINED_LENGTHS]
+def swept_drafters(model: Model) -> Sequence[DrafterName]:
+    """Every drafter of the model, or the one that it was loaded for."""
+    return model.drafters.names if model.drafter_name == "auto" else [model.drafter_name]
 
 
 def explained_drafter(model: Model) -> DrafterName:
     """The drafter whose lengths are swept: the one named, else the draft model, else the first that there is."""
-    if model.drafter_name != "auto":
-        return model.drafter_name
-    names = model.drafters.names
-    if not names:
+    if not (names := swept_drafters(model)):
         raise ConfigError("--explain needs a drafter, and this model has none")
     return "model" if "model" in names else names[0]
 
@@ -166,15 +156,14 @@ def _times(value: float | None) -> str:
 
 def sweep_json(sweep: Sweep) -> dict[str, Any]:
     """Every setting for each kind of text, and the best one that is fixed; keys are a contract."""
-    return {domain or "all": _domain_json(sweep, domain) for domain in (*sweep.domains, None)}
-
-
-def _domain_json(sweep: Sweep, domain: str | None) -> dict[str, Any]:
-    best = sweep.best(domain)
-    return {
-        "best": None if best is None else {"drafter": best.drafter, "draft_length": best.length},
-        "settings": [_choice_json(sweep, choice, domain) for choice in sweep.choices],
-    }
+    found: dict[str, Any] = {}
+    for domain in (*sweep.domains, None):
+        best = sweep.best(domain)
+        found[domain or "all"] = {
+            "best": None if best is None else {"drafter": best.drafter, "draft_length": best.length},
+            "settings": [_choice_json(sweep, choice, domain) for choice in sweep.choices],
+        }
+    return found
 
 
 def _choice_json(sweep: Sweep, choice: Choice, domain: str | None) -> dict[str, Any]:
@@ -192,6 +181,18 @@ def _choice_json(sweep: Sweep, choice: Choice, domain: str | None) -> dict[str, 
 # -- why
 
 
+def expected_speedup(acceptance_rate: float, num_drafted: int, pass_s: Sequence[float], token_s: float) -> float:
+    """Leviathan 2211.17192 theorem 3.8 with a pass that costs what its width costs, every token alike and independent.
+
+    With pass_s flat and token_s = c * pass_s[1] it is their (1 - a^(k+1)) / ((1 - a) (k c + 1)).
+    """
+    if acceptance_rate >= 1:
+        tokens = num_drafted + 1.0
+    else:
+        tokens = (1 - acceptance_rate ** (num_drafted + 1)) / (1 - acceptance_rate)
+    return tokens * pass_s[1] / (pass_s[1 + num_drafted] + num_drafted * token_s)
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
     """What decides the speedup.
@@ -207,11 +208,10 @@ class Costs:
     acceptance: float = 0.0
     drafting: float = 1.0
 
-    def expected(self, length: int, *, is_flat: bool = False) -> float:
-        """Speedup over plain decoding. `is_flat`: a pass costs the same whatever its width."""
-        round_s = [self.plain_s] * len(self.round_s) if is_flat else self.round_s
-        tokens = expected_speedup(self.acceptance, length, [1.0] * len(round_s), 0.0)  # of a round that drafts
-        times = tokens / expected_speedup(self.acceptance, length, round_s, self.token_s)  # a plain one's
+    def expected(self, length: int) -> float:
+        """Speedup over plain decoding."""
+        tokens = expected_speedup(self.acceptance, length, [1.0] * len(self.round_s), 0.0)  # of a round that drafts
+        times = tokens / expected_speedup(self.acceptance, length, self.round_s, self.token_s)  # a plain one's
         return (self.drafting * tokens + 1 - self.drafting) / (self.drafting * times + 1 - self.drafting)
 
     def best(self) -> tuple[float, int]:
@@ -221,7 +221,7 @@ class Costs:
     @property
     def ceiling(self) -> float:
         """Speedup of the best length if every token were accepted."""
-        return ceiling(self.round_s, self.token_s, _MOST_DRAFTED)[1]
+        return max(expected_speedup(1.0, length, self.round_s, self.token_s) for length in range(_MOST_DRAFTED + 1))
 
     @property
     def pays_from(self) -> float | None:
@@ -344,12 +344,11 @@ def explain_lines(sweep: Sweep) -> Iterator[str]:
         return
     shares = f"{costs.acceptance:.0%} of tested tokens accepted, drafts in {costs.drafting:.0%} of rounds"
     yield f"drafter {drafter}: {shares}"
-    yield f"{'draft length':>12}  {'a pass':>7}  {'flat cost (Leviathan)':>21}  {'expected':>8}  {'measured':>8}"
-    for length in EXPLAINED_LENGTHS:
-        yield (
-            f"{length:>12}  {_passes(costs, length + 1):>7.2f}  {costs.expected(length, is_flat=True):>20.2f}x  "
-            f"{costs.expected(length):>7.2f}x  {_times(sweep.speedup(Choice(drafter, length))):>8}"
-        )
+    widths = (12, 7, 8, 8)
+    yield row(("draft length", "a pass", "expected", "measured"), widths)
+    for length in LENGTHS:
+        measured = _times(sweep.speedup(Choice(drafter, length)))
+        yield row((str(length), f"{_passes(costs, length + 1):.2f}", _times(costs.expected(length)), measured), widths)
     yield f"auto: {_times(sweep.speedup(sweep.auto))} of plain decoding's {1 / costs.plain_s:.1f} tokens/s"
     yield ""
     yield threshold(costs)
@@ -367,15 +366,14 @@ def explain_json(sweep: Sweep) -> dict[str, Any] | None:
         "drafting_share": costs.drafting,
         "plain_s": costs.plain_s,
         "token_s": costs.token_s,
-        "round_s": {str(each + 1): costs.round_s[each + 1] for each in EXPLAINED_LENGTHS},
+        "round_s": {str(each + 1): costs.round_s[each + 1] for each in LENGTHS},
         "lengths": [
             {
                 "draft_length": each,
-                "flat": costs.expected(each, is_flat=True),
                 "expected": costs.expected(each),
                 "measured": sweep.speedup(Choice(drafter, each)),
             }
-            for each in EXPLAINED_LENGTHS
+            for each in LENGTHS
         ],
         "auto": sweep.speedup(sweep.auto),
         "pays_from": costs.pays_from,

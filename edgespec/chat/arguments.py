@@ -8,35 +8,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 from edgespec.chat.messages import JSON
-
-if TYPE_CHECKING:
-    from edgespec.chat.tools import ToolCall
 
 _MOST_DEPTH = 64
 _BLANKS = re.compile(r"\s*")
 _NO_KEY = {":": r":{}\[\],\"'<>", "=": r"=(),\[\]{}'\""}  # by what stands behind a bare key
 _KEYS = {colon: re.compile(rf"([^\s{no}](?:[^{no}]{{0,198}}[^\s{no}])?)\s*{colon}") for colon, no in _NO_KEY.items()}
-_BEGUN_KEYS = {colon: re.compile(rf"[^{no}]{{0,200}}\Z") for colon, no in _NO_KEY.items()}
 _WORDS = {"true": "true", "True": "true", "false": "false", "False": "false", "null": "null", "None": "null"}
 _WORD = re.compile(rf"(?:{'|'.join(_WORDS)})\b")
 _NUMBER = re.compile(r"\+?(-?)0*(\d{1,400})(\.\d{0,400})?([eE][-+]?\d{1,3})?")
-_BEGUN_WORD = re.compile(r"[\w.+-]*\Z")  # at the end, where it may become a word or a number, or go on
 _TEXT = re.compile(r'"(?:[^"\\]+|\\.)*+"', re.DOTALL)
 _ESCAPED = re.compile(r"""\\([\\'"nrt])""")
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t"}
-
-
-class Unfinished(ValueError):
-    """The text ends within a value or a call, which may go on. `calls`: the complete ones before it."""
-
-    def __init__(self, calls: Sequence[ToolCall] = ()) -> None:
-        super().__init__("the text ends here")
-        self.calls = list(calls)
 
 
 def dumped(value: object) -> str:
@@ -93,8 +80,7 @@ class ValueReader:
 
     Texts stand between quotation marks as in JSON, where line ends may stand too, between apostrophes, of which those
     that end no value belong to the text, or between `quote`. `is_json`: it should be JSON. `doubles`: braces may be
-    doubled, as in a template of Python. Raises ValueError for what is no value, Unfinished where the text ends within
-    what may become one.
+    doubled, as in a template of Python. Raises ValueError for what is no value, or none yet.
     """
 
     def __init__(self, text: str, quote: str = "", *, is_json: bool = True, doubles: bool = False) -> None:
@@ -111,7 +97,7 @@ class ValueReader:
                 return text[at:end], end
         begin = text[at : at + 1]
         if depth > _MOST_DEPTH:
-            raise Unfinished if self._is_json else ValueError("nested too deeply")
+            raise ValueError("nested too deeply")
         if begin == "{" and self._doubles and self.is_over("{", at + 1):
             value, at = self.value(at + 1, depth + 1)
             return value, self._behind("}", at)
@@ -145,27 +131,20 @@ class ValueReader:
         if self._text.startswith(",", at):
             return at + 1
         if not self._text.startswith(closing, at):
-            self._fail(at)
+            raise ValueError(f"{closing} is missing")
         return at
 
     def _begins_quote(self, at: int) -> bool:
-        return bool(self._quote) and self._quote.startswith(self._text[at : at + len(self._quote)])
+        return bool(self._quote) and self._text.startswith(self._quote, at)
 
     def is_over(self, closing: str, at: int) -> bool:
         return self._text.startswith(closing, behind_blanks(self._text, at))
 
     def _behind(self, closing: str, at: int) -> int:
         at = behind_blanks(self._text, at)
-        if at == len(self._text):
-            raise Unfinished
         if not self._text.startswith(closing, at):
             raise ValueError(f"{closing} is missing")
         return at + 1
-
-    def _fail(self, at: int) -> NoReturn:
-        if _BEGUN_WORD.match(self._text, at) is not None:
-            raise Unfinished
-        raise ValueError("no value")
 
     def _word_or_number(self, at: int) -> tuple[str, int]:
         word = _WORD.match(self._text, at)
@@ -173,7 +152,7 @@ class ValueReader:
             return _WORDS[word[0]], word.end()
         number = _NUMBER.match(self._text, at)
         if number is None:
-            self._fail(at)
+            raise ValueError("no value")
         sign, whole, fraction, exponent = number.groups(default="")
         spelled = f"{sign}{whole}{fraction}{'0' * (fraction == '.')}{exponent}"
         loaded(spelled)
@@ -182,13 +161,13 @@ class ValueReader:
     def _up_to(self, mark: str, begin: int) -> tuple[str, int]:
         end = self._text.find(mark, begin)
         if end < 0:
-            raise Unfinished
+            raise ValueError(f"{mark} is missing")
         return dumped(self._text[begin:end]), end + len(mark)
 
     def _between_quotes(self, at: int) -> tuple[str, int]:
         found = _TEXT.match(self._text, at)
         if found is None:
-            raise Unfinished
+            raise ValueError("no end of a text")
         return dumped(_WITH_LINE_ENDS.decode(found[0])), found.end()
 
     def _between_apostrophes(self, begin: int) -> tuple[str, int]:
@@ -196,7 +175,7 @@ class ValueReader:
         while end >= 0 and not self._ends_text(begin, end):
             end = self._text.find("'", end + 1)
         if end < 0:
-            raise Unfinished
+            raise ValueError("no end of a text")
         text = _ESCAPED.sub(lambda found: _ESCAPES.get(found[1], found[1]), self._text[begin:end])
         return dumped(text), end + 1
 
@@ -219,9 +198,7 @@ class ValueReader:
         bare = _KEYS[colon].match(self._text, at)
         if bare is not None:
             return dumped(bare[1]), bare.end()
-        if _BEGUN_KEYS[colon].match(self._text, at) is not None:
-            raise Unfinished
-        if self._text[at] not in "\"'" and not self._begins_quote(at):
+        if self._text[at : at + 1] not in ('"', "'") and not self._begins_quote(at):
             raise ValueError("no key")
         key, at = self.value(at)
         return key, self._behind(colon, at)
@@ -231,16 +208,10 @@ _MOST_REFERENCES = 16
 _CHOICES = ("anyOf", "oneOf", "allOf")
 
 
-def schema_of(key: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of an argument, references followed; empty where there is none."""
-    properties = parameters.get("properties")
-    return resolved(properties.get(key), parameters) if isinstance(properties, dict) else {}
-
-
-def named_of(parameters: Mapping[str, Any]) -> set[str]:
-    """The names of the arguments that a call may have, as far as they are given."""
+def properties_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The schemas of the arguments that a call may have, as far as they are given."""
     found = parameters.get("properties")
-    return set(found) if isinstance(found, dict) else set()
+    return found if isinstance(found, dict) else {}
 
 
 def required_of(parameters: Mapping[str, Any]) -> list[Any]:
@@ -284,7 +255,7 @@ def as_typed(text: str, key: str, parameters: Mapping[str, Any]) -> str:
 
     Where the schema allows texts, only JSON of another type that it names is none; without a type it may be anything.
     """
-    kinds = kinds_of(schema_of(key, parameters), parameters)
+    kinds = kinds_of(properties_of(parameters).get(key), parameters)
     try:
         if "string" not in kinds:
             return as_json(text.strip())

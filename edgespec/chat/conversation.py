@@ -107,19 +107,15 @@ class Conversation:
             raise StateError(f"{path} is not a saved conversation: {exc}") from exc
         if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
             raise StateError(f"{path} is not a conversation saved by this version of edgespec; /save writes one")
-        messages = _messages(path, content.get("messages"))
+        found = content.get("messages")
+        if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
+            raise StateError(f"{path} has no list of messages")
+        try:
+            messages = checked_messages(found) if found else []
+        except PromptError as exc:
+            raise StateError(f"{path} has a message that is not valid: {exc}") from exc
         has_system = bool(messages) and messages[0]["role"] == "system"
         return Conversation(messages[0]["content"] if has_system else None, messages[has_system:])
-
-
-def _messages(path: Path, found: object) -> list[Message]:
-    """The messages that a file has `found` for. Raises StateError."""
-    if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
-        raise StateError(f"{path} has no list of messages")
-    try:
-        return checked_messages(found) if found else []
-    except PromptError as exc:
-        raise StateError(f"{path} has a message that is not valid: {exc}") from exc
 
 
 def fit_context(

@@ -71,13 +71,10 @@ def other_forms(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _with_text_arguments(message: Message) -> Message:
     if not message.get("tool_calls"):
         return message
-    return {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
-
-
-def _with_text(call: Any) -> Any:
-    function = call.get("function") or call
-    text = json.dumps(function.get("arguments"), ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
+    functions = [call.get("function") or call for call in message["tool_calls"]]
+    texts = [{**each, "arguments": json.dumps(each.get("arguments"), ensure_ascii=False)} for each in functions]
+    called = [{**call, "function": text} for call, text in zip(message["tool_calls"], texts, strict=True)]
+    return {**message, "tool_calls": called}
 
 
 def in_parts(message: Message) -> Message:
@@ -138,7 +135,7 @@ def part_text(part: object) -> str | None:
 
 
 def _kind(part: object) -> str:
-    return str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__
+    return str(part.get("type") or "unknown") if isinstance(part, Mapping) else shown(part)
 
 
 def _checked(message: object, index: int, *, is_old: bool) -> Message:
@@ -147,10 +144,11 @@ def _checked(message: object, index: int, *, is_old: bool) -> Message:
     checked = dict(message)
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise PromptError(f"message {index} has the role {shown(role)}; allowed: {', '.join(ROLES)}")
+        given = "no role" if role is None else f"the role {shown(role)}"
+        raise PromptError(f"message {index} has {given}; allowed: {', '.join(ROLES)}")
     checked["content"] = content = _content(checked, index, is_strict=role in ("system", "user") and not is_old)
     if not isinstance(content, str):
-        raise PromptError(f"message {index} has no text content, got {type(content).__name__}")
+        raise PromptError(f"message {index} has no text content: give a text, or a list of parts with a type")
     if checked.get("tool_calls"):
         if not isinstance(checked["tool_calls"], list):
             raise PromptError(f"message {index} has tool_calls that are not a list: {shown(checked['tool_calls'])}")
@@ -184,12 +182,12 @@ def _joined(parts: list[Any], index: int, *, is_strict: bool) -> str:
     for part in parts:
         text, kind = part_text(part), _kind(part)
         if text is None and kind in _TEXTS:
-            raise PromptError(f"message {index} has a part of type {kind} whose text is {shown(part)}; allowed: text")
+            raise PromptError(f"message {index} has a part of type {kind} without the field {_TEXTS[kind]}, a text")
         if text is None:
             others.add(kind)
         found.append(f"[{kind} left out: this model reads text only]" if text is None else text)
     if others and is_strict:
-        raise PromptError(f"message {index} has parts of type {sorted(others)}; only text is supported")
+        raise PromptError(f"message {index} has parts of type {', '.join(sorted(others))}; only text is supported")
     return "".join(found)
 
 

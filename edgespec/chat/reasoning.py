@@ -166,40 +166,31 @@ class AnswerSplitter:
         self.parser = None if form is None else ToolParser(form, tools)
         self.splitter = None if reasoning is None else reasoning.splitter(self.parser)
         self._names = (*(form.marks if form else ()), *(reasoning.marks.names if reasoning else ()))
-        self._num_bytes = 0  # of the text, reasoning and marks included
-        self.begins_at = 0 if reasoning is None else None  # byte of the text where the answer begins behind reasoning
+
+    @property
+    def kind(self) -> Literal["reasoning", "text"] | None:
+        """What the answer is at; None before that is known."""
+        if self.splitter is None or self.splitter.is_answering:
+            return "text"
+        return "reasoning" if self.splitter.has_reasoned else None
 
     def push(self, token_id: int | None, text: str) -> SplitText:
         """What is certain after a token and the `text` that is known with it; None: no token."""
         mark = ""
         if self._names and token_id is not None:
             mark = control_text(self._vocabulary, token_id, self._names)
-        self._num_bytes += _num_bytes(text)
-        if self.splitter is None:
-            return self._parsed("", mark + text)
-        reasoning, answer = self.splitter.push(mark + text)
-        if answer and self.begins_at is None:
-            self.begins_at = max(0, self._num_bytes - _num_bytes(answer) + len(mark))
-        return self._parsed(reasoning, answer)
+        return self._parsed(*(("", mark + text) if self.splitter is None else self.splitter.push(mark + text)))
 
     def finish(self, *, is_cut: bool = False) -> SplitText:
         """What was held back, at the end of the answer; a limit may have cut it."""
-        reasoning, answer = ("", "") if self.splitter is None else self.splitter.finish(is_cut=is_cut)
-        if answer and self.begins_at is None:
-            has_reasoned = self.splitter is not None and self.splitter.has_reasoned
-            self.begins_at = max(0, self._num_bytes - _num_bytes(answer)) if has_reasoned else 0
-        found = self._parsed(reasoning, answer)
+        found = self._parsed(*(("", "") if self.splitter is None else self.splitter.finish(is_cut=is_cut)))
         if self.parser is None:
             return found
         rest, calls = self.parser.finish(is_cut=is_cut)
-        return SplitText(reasoning, found.text + rest, found.calls + calls)
+        return SplitText(found.reasoning, found.text + rest, found.calls + calls)
 
     def _parsed(self, reasoning: str, answer: str) -> SplitText:
         return SplitText(reasoning, *((answer, []) if self.parser is None else self.parser.push(answer)))
-
-
-def _num_bytes(text: str) -> int:
-    return len(text.encode("utf-8", "replace"))
 
 
 def before_structure(

@@ -11,7 +11,8 @@ behind that text, and what a template writes from there on, as its end of the tu
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from pickle import PicklingError
 from typing import Any
@@ -37,31 +38,6 @@ def begun_answer(message: Message) -> str:
     is_answer = message["role"] == "assistant" and not message.get("tool_calls")
     text = message["content"] if is_answer else ""
     return text if text.strip() else ""
-
-
-def without_empty_end(messages: Sequence[Message]) -> list[Message]:
-    """Checked messages without an assistant's at the end that holds nothing: some clients send one to be filled."""
-    last = messages[-1]
-    has_more = last["content"].strip() or last.get("tool_calls") or last.get("reasoning_content")
-    is_empty = last["role"] == "assistant" and not has_more
-    return [*messages[:-1]] if is_empty and len(messages) > 1 else [*messages]
-
-
-def marked(messages: Sequence[Message], end: str) -> list[Message]:
-    """`messages` with the mark `end` behind the last one's text; it also keeps templates from cutting blanks there."""
-    return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + end}]
-
-
-def cut_at(rendered: str, end: str) -> str:
-    """The rendered conversation up to the last mark `end`. Raises PromptError where the template left the text out."""
-    text, found, _ = rendered.rpartition(end)
-    if not found:
-        raise PromptError(
-            "the conversation ends with an assistant's message, which the model is to go on from, but its chat "
-            "template leaves that message out: end with another message, or give another template with "
-            "--chat-template-file"
-        )
-    return text.replace(end, "")  # templates may show a text more than once
 
 
 def render_chat(
@@ -138,24 +114,71 @@ def encode_messages(
 ) -> list[int]:
     """Token ids of a conversation, rendered by the vocabulary's template up to the start of the assistant's turn.
 
-    Where the last message is an assistant's text, they end behind it, so that the model goes on from there. Raises
-    PromptError if there is no template or it leaves that text out, and the errors of `render_chat`.
+    Where the last message is an assistant's text, they end behind it, so that the model goes on from there. Only the
+    template can produce control tokens: one that any text of `messages` and `tools` spells out ("<|im_end|>") is
+    encoded as text, so that it cannot forge a turn. Raises PromptError if there is no template, for messages that are
+    not valid or a text that is not shown, and the errors of `render_chat`.
     """
     source = vocabulary.chat_template
     if source is None:
         raise PromptError(f"model {model_name!r} has no chat template: use --no-chat-template or generate()")
+    given: Any = [_without_empty_end(checked_messages(messages)), list(tools or ()), dict(arguments or {})]
+    try:
+        everything = "\0".join(texts(given))
+        printed = filter(_MARK.fullmatch, vocabulary.printed_names)  # marks of turns, as DeepSeek R1's are
+        names = dict.fromkeys((*vocabulary.control_names, *PRINTED_MARKS, *printed))
+        marks = sorted((name for name in names if name in everything), key=len, reverse=True)
+        unused = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in everything)  # of private use
+        end, *stand_ins = islice(unused, len(marks) + 1)
+        given = _replaced(given, dict(zip(marks, stand_ins, strict=True))) if marks else given
+    except RecursionError as exc:
+        raise PromptError(_TOO_DEEP) from exc
+    shown, shown_tools, shown_arguments = given
+    goes_on = bool(begun_answer(shown[-1]))
+    if goes_on:  # the mark also keeps templates from cutting blanks there
+        shown[-1] = {**shown[-1], "content": shown[-1]["content"] + end}
     ends = (vocabulary.bos_id, vocabulary.eos_id)
     bos, eos = ("" if token_id is None else vocabulary.token_name(token_id) for token_id in ends)
-    takes_short_ids = wants_short_ids(source)
-
-    def render(messages: Sequence[Message], **others: Any) -> str:
-        given = with_short_ids(messages) if takes_short_ids else messages
-        return render_chat(source, given, bos_token=bos, eos_token=eos, **others)
-
-    ids = encode_rendered(vocabulary, render, messages, tools, arguments)
+    text = render_chat(
+        source,
+        with_short_ids(shown) if wants_short_ids(source) else shown,
+        tools=shown_tools,
+        bos_token=bos,
+        eos_token=eos,
+        add_generation_prompt=not goes_on,
+        arguments=shown_arguments,
+    )
+    ids = list[int]()
+    originals = dict(zip(stand_ins, marks, strict=True))
+    text = _cut_at(text, end) if goes_on else text
+    for piece in re.split(f"([{''.join(stand_ins)}])", text) if marks else [text]:
+        if piece in originals:
+            ids += as_text(vocabulary, originals[piece])
+        elif piece:
+            ids += vocabulary.encode(piece, parse_special=True)
     if vocabulary.adds_bos and vocabulary.bos_id is not None and ids[:1] != [vocabulary.bos_id]:
         ids.insert(0, vocabulary.bos_id)
     return ids
+
+
+def _without_empty_end(messages: list[Message]) -> list[Message]:
+    """Checked messages without an assistant's at the end that holds nothing: some clients send one to be filled."""
+    last = messages[-1]
+    has_more = last["content"].strip() or last.get("tool_calls") or last.get("reasoning_content")
+    is_empty = last["role"] == "assistant" and not has_more
+    return messages[:-1] if is_empty and len(messages) > 1 else messages
+
+
+def _cut_at(rendered: str, end: str) -> str:
+    """The rendered conversation up to the last mark `end`. Raises PromptError where the template left the text out."""
+    text, found, _ = rendered.rpartition(end)
+    if not found:
+        raise PromptError(
+            "the conversation ends with an assistant's message, which the model is to go on from, but its chat "
+            "template leaves that message out: end with another message, or give another template with "
+            "--chat-template-file"
+        )
+    return text.replace(end, "")  # templates may show a text more than once
 
 
 def num_characters(*values: Any) -> int:
@@ -188,65 +211,15 @@ def texts(value: Any) -> Iterator[str]:
             yield from texts(each)
 
 
-def replaced(value: Any, stand_ins: Mapping[str, str]) -> Any:
+def _replaced(value: Any, stand_ins: Mapping[str, str]) -> Any:
     """A JSON value with `stand_ins` in place of marks in every text of it."""
     if isinstance(value, str):
         for mark, stand_in in stand_ins.items():
             value = value.replace(mark, stand_in)
         return value
     if isinstance(value, Mapping):
-        return {replaced(key, stand_ins): replaced(each, stand_ins) for key, each in value.items()}
-    return [replaced(each, stand_ins) for each in value] if isinstance(value, list | tuple) else value
-
-
-def unused_characters(count: int, text: str) -> list[str]:
-    """Private-use characters (from U+F0000) that do not occur in `text`."""
-    used = set(text)
-    free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
-    return [next(free) for _ in range(count)]
-
-
-def encode_rendered(
-    vocabulary: Vocabulary,
-    render: Callable[..., str],
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    arguments: Mapping[str, Any] | None = None,
-) -> list[int]:
-    """Token ids of rendered `messages` and `tools`, in which only the template can produce control tokens.
-
-    A control token that any text of them spells out ("<|im_end|>") is encoded as text, so that it cannot forge a turn.
-    `render` is called with the messages, with `tools` and `arguments` as keywords if there are any, and with
-    `add_generation_prompt` False where an assistant's text at the end is to be continued. Raises its errors, and
-    PromptError for messages that are not valid or a text that is not shown.
-    """
-    given: dict[str, Any] = {"messages": without_empty_end(checked_messages(messages))}
-    given |= {"tools": list(tools)} if tools else {}
-    given |= {"arguments": dict(arguments)} if arguments else {}
-    try:
-        everything = "\0".join(texts(given))
-        printed = filter(_MARK.fullmatch, vocabulary.printed_names)  # marks of turns, as DeepSeek R1's are
-        names = dict.fromkeys((*vocabulary.control_names, *PRINTED_MARKS, *printed))
-        marks = [name for name in names if name in everything]
-        end, *stand_ins = unused_characters(len(marks) + 1, everything)
-        originals = dict(zip(stand_ins, sorted(marks, key=len, reverse=True), strict=True))
-        escaped = replaced(given, {mark: stand_in for stand_in, mark in originals.items()}) if marks else given
-    except RecursionError as exc:
-        raise PromptError(_TOO_DEEP) from exc
-    if begun_answer(given["messages"][-1]):
-        escaped = {**escaped, "messages": marked(escaped["messages"], end), "add_generation_prompt": False}
-        text = cut_at(render(**escaped), end)
-    else:
-        text = render(**escaped)
-    if not marks:
-        return vocabulary.encode(text, parse_special=True)
-    ids: list[int] = []
-    for piece in re.split(f"([{''.join(stand_ins)}])", text):
-        if piece in originals:
-            ids += as_text(vocabulary, originals[piece])
-        elif piece:
-            ids += vocabulary.encode(piece, parse_special=True)
-    return ids
+        return {_replaced(key, stand_ins): _replaced(each, stand_ins) for key, each in value.items()}
+    return [_replaced(each, stand_ins) for each in value] if isinstance(value, list | tuple) else value
 
 
 def answer_prefix(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -324,19 +324,16 @@ def _with_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     found = list[dict[str, Any]]()
     for message in messages:
         turn = found[-1] if found else {}
+        is_answer = message["role"] == "assistant" and not message.get("tool_calls")
         if message["role"] == "tool" and turn.get("tool_calls"):
             turn[_RESULTS] = [*turn.get(_RESULTS, []), _result(message, turn)]
-        elif turn.get(_RESULTS) and not turn["content"] and _is_answer(message):
+        elif is_answer and turn.get(_RESULTS) and not turn["content"]:
             turn["content"] = message["content"]
         elif message.get("tool_calls") and message["content"]:
             found += [{"role": message["role"], "content": message["content"]}, message | {"content": ""}]
         else:
             found.append(dict(message))
     return found
-
-
-def _is_answer(message: Mapping[str, Any]) -> bool:
-    return message["role"] == "assistant" and not message.get("tool_calls")
 
 
 def _result(message: Mapping[str, Any], turn: Mapping[str, Any]) -> dict[str, Any]:

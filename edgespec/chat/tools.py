@@ -11,18 +11,18 @@ import re
 import secrets
 import string
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from edgespec.chat.arguments import (
-    Unfinished,
     ValueReader,
     as_json,
     as_typed,
     behind_blanks,
     dumped,
     loaded,
-    named_of,
+    properties_of,
     required_of,
 )
 from edgespec.chat.marks import begun
@@ -145,26 +145,26 @@ class ToolParser:
             if bare is None:
                 return -1, []
             begin = bare.end()
-        ends = [found.end() for found in closing.finditer(held, max(begin, self._searched))]
-        self._searched = max(self._searched, len(held) - self.form.longest_mark)
-        try:
-            for end in ends:
-                text = held[begin:end]
-                if text[-1] in _PAIRS and text.count(_PAIRS[text[-1]]) != text.count(text[-1]):
-                    continue  # which is cheaper than to read it
-                try:
-                    return end, self._calls(text)
-                except Unfinished:
-                    self._searched = max(self._searched, end)
-            if is_end:
-                return len(held), self._calls(held[begin:], is_end=not is_cut)
-            if len(held) < _HEAD:
-                self._calls(held[begin:])
-        except Unfinished as exc:
-            return (len(held), exc.calls) if is_cut and exc.calls else (-1, [])
-        except ValueError:
+        elif not self._may_begin(held):
             return 0, []
-        return -1, []
+        for found in closing.finditer(held, max(begin, self._searched)):
+            end, last = found.end(), held[found.end() - 1]
+            if last in _PAIRS and held.count(_PAIRS[last], begin, end) != held.count(last, begin, end):
+                continue  # which is cheaper than to read it
+            with suppress(ValueError):
+                return end, self._calls(held[begin:end])
+        self._searched = max(self._searched, len(held) - self.form.longest_mark)
+        if not is_end:
+            return -1, []
+        with suppress(ValueError):
+            return len(held), self._calls(held[begin:], is_end=not is_cut, is_cut=is_cut)
+        return 0, []
+
+    def _may_begin(self, held: str) -> bool:
+        """Whether what stands behind the marks may be a call, so that other text is not held back."""
+        at = self.form.skipped(held, 0)
+        heads = (each for pair in self.form.heads_read for each in pair)
+        return held.startswith("{", at) or self._may_be_mark(held, at) or any(each.match(held, at) for each in heads)
 
     def _bare_beginning(self) -> str | None:
         """The fence of an object without marks that the answer may begin with: perhaps empty; None if it does not.
@@ -180,35 +180,28 @@ class ToolParser:
         starts = ((fence, fence + begin) for fence in _FENCES for begin in begins)
         return next((fence for fence, start in starts if held.startswith(start[: len(held)])), None)
 
-    def _calls(self, text: str, *, is_end: bool = False) -> list[ToolCall]:
-        """The calls that `text` is, with marks around them. Raises ValueError for anything else, and Unfinished."""
+    def _calls(self, text: str, *, is_end: bool = False, is_cut: bool = False) -> list[ToolCall]:
+        """The calls that `text` is, with marks around them. Raises ValueError for anything else; the last one of
+        several may be cut.
+        """
         at, calls = 0, list[ToolCall]()
         while True:
             at = self.form.skipped(text, at)
-            if self._may_be_mark(text, at):
-                if calls:
-                    return calls
-                raise Unfinished
+            if calls and self._may_be_mark(text, at):
+                return calls
             try:
                 call, at = self._call(text, at, is_end=is_end)
-            except Unfinished:
-                raise Unfinished(calls) from None
+            except ValueError:
+                if calls and is_cut:
+                    return calls
+                raise
             calls.append(call)
 
     def _call(self, text: str, at: int, *, is_end: bool) -> tuple[ToolCall, int]:
         """One call, and where it ends."""
-        for head, begun_head in self.form.heads_read:
-            found = head.match(text, at)
-            if found is not None:
-                break
-            if begun_head.match(text, at) is not None:
-                raise Unfinished
-        else:
-            if text.startswith("{", at):
-                return self._object(text, at, is_end=is_end)
-            raise ValueError("no call")
-        if found.end("name") == len(text):  # it may go on
-            raise Unfinished
+        found = next((head for each, _ in self.form.heads_read if (head := each.match(text, at)) is not None), None)
+        if found is None:
+            return self._object(text, at, is_end=is_end)
         if self._names is not None and found["name"] not in self._names:
             raise ValueError("no tool")
         arguments, at = self._arguments(text, found.end(), found["name"], is_end=is_end)
@@ -222,8 +215,7 @@ class ToolParser:
         reader = ValueReader(text, form.quote, is_json=not form.argument, doubles=not form.argument)
         if form.argument == "{key}=":
             return reader.object(at, ")", "=")
-        at = behind_blanks(text, at)
-        if at < len(text) and text[at] != "{":
+        if not reader.is_over("{", at):
             raise ValueError("no object")
         return reader.value(at)
 
@@ -232,17 +224,17 @@ class ToolParser:
         members = dict[str, str]()
         while (opened := self.form.argument_read[0].match(text, at)) is not None:
             key, begin = opened["key"].strip(), opened.end()
-            others = named_of(parameters) - {key} - {loaded(each) for each in members}
+            others = properties_of(parameters).keys() - {key} - {loaded(each) for each in members}
             end, at = self._end_of_value(text, begin, others, is_end=is_end)
             if end < 0:
-                raise Unfinished
+                raise ValueError("no end of a value")
             members[dumped(key)] = as_typed(self._value(text[begin:end]), key, parameters)
         behind = self.form.skipped(text, at)
         is_whole = bool(members) and all(dumped(key) in members for key in required_of(parameters))
         is_closed = bool(text[at:behind].strip()) or (is_end and is_whole)
         may_go_on = self.form.argument_read[1].match(text, at) is not None
-        if (behind == len(text) and not is_closed) or (may_go_on and not is_closed):
-            raise Unfinished
+        if (behind == len(text) or may_go_on) and not is_closed:
+            raise ValueError("no end")
         return "{" + ", ".join(f"{key}: {value}" for key, value in members.items()) + "}", at
 
     def _end_of_value(self, text: str, begin: int, others: Collection[str], *, is_end: bool) -> tuple[int, int]:
@@ -288,6 +280,8 @@ class ToolParser:
 
     def _object(self, text: str, at: int, *, is_end: bool) -> tuple[ToolCall, int]:
         """A call that is a JSON object, with its name and arguments as members."""
+        if not text.startswith("{", at):
+            raise ValueError("no call")
         if text.startswith("{", doubled := behind_blanks(text, at + 1)):
             call, end = self._object(text, doubled, is_end=is_end)
             behind = behind_blanks(text, end)
@@ -296,24 +290,16 @@ class ToolParser:
         try:
             for key, value, behind in reader.members(end):
                 members[loaded(key)], end = value, behind
-        except ValueError as exc:
-            return self._object_so_far(members, text, end, exc, is_end=is_end)
+        except ValueError:  # only the last brace may be missing
+            begun, behind = self._called(members), self.form.skipped(text, end)
+            if begun is not None and (text[end:behind].strip(" \n,") or (is_end and behind == len(text))):
+                return begun, end
+            raise
         found = self._called(members, "{}" if self._fence is None else None)
         is_other = self._fence is not None and members.keys() - _BARE_KEYS
         if found is None or is_other or (self._names is not None and found.name not in self._names):
             raise ValueError("no call")
         return found, reader.end
-
-    def _object_so_far(
-        self, members: Mapping[str, str], text: str, at: int, exc: ValueError, *, is_end: bool
-    ) -> tuple[ToolCall, int]:
-        """The call where only the last brace is missing behind its members, which end at `at`; else raises `exc`."""
-        call, behind = self._called(members), self.form.skipped(text, at)
-        if call is not None and (text[at:behind].strip(" \n,") or (is_end and behind == len(text))):
-            return call, at
-        if isinstance(exc, Unfinished) or (call is not None and self._may_be_mark(text, behind)):
-            raise Unfinished
-        raise exc
 
     def _called(self, members: Mapping[str, str], otherwise: str | None = None) -> ToolCall | None:
         """The call of the members, with `otherwise` where its arguments are missing; None if they are none."""

@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import click
@@ -49,16 +48,15 @@ class AnswerPrinter:
         self._last = ""
         self._has_ended = False
 
-    def print_all(self, answer: Generation, begin: Callable[[], None] = lambda: None) -> bool:
-        """Print the events of `answer` until it ends or is interrupted: whether it was. `begin` is called first."""
+    def print_all(self, answer: Generation) -> bool:
+        """Print the events of `answer` until it ends or is interrupted: whether it was."""
         with answer, stops(answer.cancel) as interruption:
-            begin()
             for event in answer:
                 self.push(event)
-                if interruption.happened:
+                if interruption.is_set():
                     break
         self.end_line()
-        return interruption.happened
+        return interruption.is_set()
 
     def push(self, event: TokenEvent) -> None:
         self.text += event.text

@@ -1,27 +1,30 @@
-"""`edgespec bench`: speed of decoding with and without speculation, on prompts of several domains."""
+"""`edgespec bench`: speed of decoding with and without speculation, on prompts of several domains; and `verify`, which
+compares the tokens and log probabilities of both.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
 
-from edgespec.bench.plot import check_plot, draw
-from edgespec.bench.prompts import BenchPrompt, Domains, built_in, choose, read_prompts, with_generated
-from edgespec.bench.report import Report, describe, report_of, shown, table_lines
-from edgespec.bench.runner import Runner, Task, Trial, tasks_of
+from edgespec.bench.prompts import BenchPrompt, Domains, built_in, choose, read_prompts, with_random_text
+from edgespec.bench.report import Report, Side, Summary, check_picture, describe, picture, report_of, shown, table_lines
+from edgespec.bench.runner import Divergence, Runner, Task, Trial, first_divergence, tasks_of
 from edgespec.bench.sweep import (
     Sweep,
     explain_json,
     explain_lines,
-    explained_choices,
+    explained_drafter,
     sweep_json,
     sweep_lines,
-    swept_choices,
+    swept_drafters,
 )
 from edgespec.cli import FilePath
 from edgespec.cli.main import INTERRUPTED
@@ -30,22 +33,23 @@ from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note, stops
 from edgespec.config.options import PRINTING, PROMPTING, REMEMBERING, STRUCTURE
 from edgespec.errors import ConfigError
+from edgespec.loading.drafts import PROMPTS
 
 DEFAULT_TOKENS, SWEEP_TOKENS = 96, 48
 DEFAULT_REPEAT, SWEEP_REPEAT = 3, 1
 _LEFT_OUT = ("stop", *PROMPTING, *STRUCTURE, *PRINTING, *REMEMBERING)
 _PATH = FilePath()
-_SHOWN_CHARACTERS = 44
+_SHOWN_CHARACTERS, _COLUMNS = 44, 110  # of a prompt beside its speed; of a picture
 
 
 @click.command(cls=SettingsCommand)
 @settings_options("load", "generate", "sampling", "session", leave_out=_LEFT_OUT)
-@click.option("--prompts", type=_PATH, metavar="FILE", help='Lines; .jsonl: {"domain", "text"}  [built-in prompts]')
+@click.option("--prompts", type=_PATH, metavar="FILE", help="One prompt per line  [built-in prompts]")
 @click.option("--domain", "domains", multiple=True, metavar="NAME", help="Only this domain; repeatable")
 @click.option("--repeat", type=click.IntRange(1), help="Runs of each prompt  [default: 3; 1 with --sweep, --explain]")
 @click.option("--sweep", is_flag=True, help="Try every drafter and draft length; show the best beside auto")
 @click.option("--explain", is_flag=True, help="Show costs, acceptance, expected beside measured speed, what would help")
-@click.option("--plot", type=_PATH, metavar="PNG", help="Draw the result")
+@click.option("--plot", type=_PATH, metavar="SVG", help="Draw the result")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table")
 def command(model_name: str | None, config_file: Path | None, **given: Any) -> int:
     """Decode each prompt with and without speculation, in turns and on empty caches, and compare the speed.
@@ -60,7 +64,7 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
     if own["plot"] is not None:
         if sweeps:
             raise ConfigError("--plot draws the comparison with plain decoding: leave --sweep and --explain out")
-        check_plot(own["plot"])
+        check_picture("--plot", own["plot"])
     domains = built_in() if own["prompts"] is None else read_prompts(own["prompts"])
     # The same prompts when the command is given again.
     usual = {"seed": 0, "max_tokens": SWEEP_TOKENS if sweeps else DEFAULT_TOKENS}
@@ -77,9 +81,9 @@ _OWN = ("prompts", "domains", "repeat", "sweep", "explain", "plot", "as_json")
 
 
 def _choose(session: Session, sources: Domains, own: dict[str, Any]) -> list[BenchPrompt]:
-    """The prompts of this run: all domains of a user's own file, else generated ones too; one each for a sweep."""
+    """The prompts of this run: all of a user's own file, else all domains; one each for a sweep."""
     model, wanted = session.model, own["domains"]
-    domains = with_generated(sources, model.target.vocabulary, session.seed)
+    domains = with_random_text(sources, model.target.vocabulary, session.seed)
     if own["prompts"] is not None:
         domains, wanted = {**domains, **sources}, wanted or list(sources)
     most = model.context_length - (session.options.max_tokens or 0)
@@ -106,14 +110,14 @@ def _bench(session: Session, tasks: list[Task], own: dict[str, Any]) -> int:
     trials: list[Trial] = []
     on_trial = progress(len(tasks))
     with stops(session.model.cancel) as interruption:
-        for trial in Runner(session.model, session.options, lambda: interruption.happened).run(tasks):
+        for trial in Runner(session.model, session.options, interruption.is_set).run(tasks):
             trials.append(trial)
             on_trial(_trial_line(trial))
     if not trials:
         note("interrupted before the first result")
         return INTERRUPTED
     _show(report_of(session.model, session.sampling, session.options, trials, len(tasks)), own)
-    if interruption.happened:
+    if interruption.is_set():
         note(f"interrupted: {len(trials)} of {len(tasks)} runs are shown")
         return INTERRUPTED
     return 0
@@ -126,18 +130,19 @@ def _show(report: Report, own: dict[str, Any]) -> None:
         for line in table_lines(report):
             click.echo(line)
     if own["plot"] is not None:
-        draw(report, own["plot"])
-        note(f"drawn: {own['plot']}")
+        with picture(own["plot"], f"edgespec bench, {report['model']}", _COLUMNS) as canvas:
+            for number, line in enumerate(table_lines(report)):
+                canvas.print(line, style="" if number else "bold", markup=False)
+        note(f"drew {own['plot']}")
 
 
 def _sweep(session: Session, tasks: list[Task], own: dict[str, Any]) -> int:
     model = session.model
-    choices = swept_choices(model) if own["sweep"] else []
-    choices += explained_choices(model) if own["explain"] else []
-    sweep = Sweep(model, choices, session.options)
+    drafters = swept_drafters(model) if own["sweep"] else [explained_drafter(model)]
+    sweep = Sweep(model, drafters, session.options)
     on_run = progress(len(tasks) * len(sweep.choices))
     with stops(model.cancel) as interruption:
-        for task, choice, measured in sweep.run(tasks, lambda: interruption.happened):
+        for task, choice, measured in sweep.run(tasks, interruption.is_set):
             on_run(f"{task.prompt.domain:<15}  {choice!s:<20}  {measured.stats.tokens_per_second:.1f}")
     if not sweep.domains:
         note("interrupted before the first result")
@@ -150,7 +155,7 @@ def _sweep(session: Session, tasks: list[Task], own: dict[str, Any]) -> int:
     else:
         for line in (*(sweep_lines(sweep) if own["sweep"] else ()), *(explain_lines(sweep) if own["explain"] else ())):
             click.echo(line)
-    if interruption.happened:
+    if interruption.is_set():
         note("interrupted: the kinds of text that were measured whole are shown")
         return INTERRUPTED
     return 0
@@ -170,3 +175,119 @@ def progress(total: int) -> Callable[[str], None]:
     """Shows each finished run as a line: a thread that redraws a bar would take the time of what is measured."""
     done = count(1)
     return lambda line: note(f"{next(done)}/{total}  {line}")
+
+
+# -- verify
+
+VERIFIED_TOKENS = 64
+DRAFT_LENGTH = 4
+Compared = list[tuple[Trial, Divergence | None]]
+
+
+@click.command("verify", cls=SettingsCommand)
+@settings_options("load", "generate", "sampling", "session", leave_out=("stop", *PROMPTING, *PRINTING, *REMEMBERING))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines")
+def verify(model_name: str | None, config_file: Path | None, as_json: bool, **given: Any) -> int:
+    """Decode built-in prompts with and without speculation, greedily and sampled; compare tokens, log probabilities.
+
+    Runs in reproducible mode unless --no-reproducible is given, and drafts 4 tokens a step unless --draft-length says
+    otherwise, so that there is something to compare even where no draft pays. It checks the text; bench measures the
+    speed. Exit code 0: identical, 1: some token differs. MODEL is a name, a GGUF or ONNX file, or a folder with one.
+    """
+    settings = resolve_settings(given, model_name, config_file)
+    settings = settings.below({"draft_length": DRAFT_LENGTH, "max_tokens": VERIFIED_TOKENS}, "verify")
+    if settings.values.get("verify", "coupled") == "coupled":
+        settings = settings.below({"reproducible": True}, "what verify checks")
+    require_speculation(settings, "verify")
+    session = open_session(settings)
+    with session.model:
+        show_configuration(session)
+        compared: Compared = []
+        for trial in Runner(session.model, session.options, compares=True).run(_tasks(session)):
+            found = first_divergence(trial.standard, trial.speculative, exact=session.model.reproducible)
+            compared.append((trial, found))
+            if not as_json:
+                click.echo(_compared_line(session, trial, found))
+    report = _verified(session, compared)
+    if as_json:
+        click.echo(json.dumps(report, allow_nan=False))
+    else:
+        _show_verified(report, Summary(trial for trial, _ in compared).speculative)
+    return int(not report["identical"])
+
+
+def _tasks(session: Session) -> list[Task]:
+    """Every built-in prompt greedily, then with the sampling asked for where that is another."""
+    encoded = [(prompt, tuple(_encode(session, prompt))) for prompt in (BenchPrompt(*each) for each in PROMPTS)]
+    heats = [
+        dataclasses.replace(session.sampling, temperature=heat) for heat in sorted({0.0, session.sampling.temperature})
+    ]
+    pairs = [(*each, heat) for heat in heats for each in encoded]
+    return [Task(prompt, ids, heat, index) for index, (prompt, ids, heat) in enumerate(pairs)]
+
+
+def _compared_line(session: Session, trial: Trial, divergence: Divergence | None) -> str:
+    stats = trial.speculative.stats
+    return (
+        f"{trial.task.prompt.domain:<10}  T={trial.task.sampling.temperature:<4g}  {stats.new_tokens:>4} tokens  "
+        f"{'identical' if divergence is None else _described(session, divergence)}  "
+        f"{_accepted(stats.accepted_tokens, stats.drafted_tokens)}"
+    )
+
+
+def _accepted(accepted: float, drafted: float) -> str:
+    """0% would be said of a run in which nothing was drafted, too."""
+    return f"{accepted:.0f} of {drafted:.0f} draft tokens accepted" if drafted else "nothing drafted"
+
+
+def _described(session: Session, divergence: Divergence) -> str:
+    name = session.model.target.vocabulary.token_name
+    tokens = [
+        "the end" if token_id is None else f"{token_id} {name(token_id)!r}"
+        for token_id in (divergence.plain_token_id, divergence.drafted_token_id)
+    ]
+    margin = "" if divergence.logit_margin is None else f", logit margin {divergence.logit_margin:.2g}"
+    if divergence.plain_token_id == divergence.drafted_token_id:
+        return f"DIFFERENT log probability of token {divergence.position}: {tokens[0]}{margin}"
+    return f"DIFFERENT at token {divergence.position}: {tokens[0]} plain, {tokens[1]} drafted{margin}"
+
+
+def _show_verified(report: dict[str, Any], drafted: Side) -> None:
+    runs = report["comparisons"]
+    different = sum(run["divergence"] is not None for run in runs)
+    tokens, num = f"{report['num_tokens']} tokens", len(runs)
+    accepted = _accepted(drafted.total("accepted_tokens"), drafted.total("drafted_tokens"))
+    same = f"identical with and without speculation: {tokens} in {num} runs, {accepted}"
+    other = f"DIFFERENT in {different} of {num} runs with and without speculation, {tokens}"
+    click.echo(other if different else same)
+    length = report["draft_length"]
+    drafts = "automatically" if length == "auto" else f"{length} tokens a step, whether they pay or not"
+    note(
+        f"This checks the text, not the speed: it drafts {drafts} (median speed here: {report['speed_ratio']:.2f}x of "
+        "plain decoding). edgespec bench measures the speed of automatic speculation"
+    )
+
+
+def _verified(session: Session, compared: Compared) -> dict[str, Any]:
+    """What `verify --json` prints; the keys are a contract."""
+    summary = Summary(trial for trial, _ in compared)
+    facts = describe(session.model, session.sampling, session.options)
+    names = ("model", "engine", "drafter", "draft_length", "verify", "seed", "reproducible")
+    return {name: facts[name] for name in names} | {
+        "identical": all(divergence is None for _, divergence in compared),
+        "num_tokens": int(summary.speculative.total("new_tokens")),
+        "acceptance_rate": summary.acceptance_rate or 0.0,
+        "mean_accepted_length": summary.mean_accepted_length or 0.0,
+        "speed_ratio": median(trial.speedup or 0.0 for trial, _ in compared),
+        "comparisons": [
+            {
+                "domain": trial.task.prompt.domain,
+                "temperature": trial.task.sampling.temperature,
+                "num_tokens": trial.speculative.stats.new_tokens,
+                "acceptance_rate": trial.speculative.stats.acceptance_rate,
+                "speed_ratio": trial.speedup or 0.0,
+                "divergence": dataclasses.asdict(divergence) if divergence else None,
+            }
+            for trial, divergence in compared
+        ],
+    }

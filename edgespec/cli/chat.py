@@ -10,11 +10,10 @@ from typing import Any
 import click
 
 from edgespec.cli import FilePath, as_typed
-from edgespec.cli.dialogue import Chat, SavedChat
 from edgespec.cli.main import exit_code
 from edgespec.cli.options import GroupedOption, SettingsCommand, resolve_settings, settings_options
 from edgespec.cli.pull import fetched
-from edgespec.cli.session import open_session, require_chat_template, show_beginning
+from edgespec.cli.session import Chat, SavedChat, open_session, require_chat_template, show_beginning
 from edgespec.cli.slash import COMMANDS, run_slash
 from edgespec.cli.stdin import ReadLine, file_text, is_interactive, line_reader, read_message
 from edgespec.cli.terminal import complain, note, reply, verbosity
@@ -125,8 +124,7 @@ def settings_with_model(given: Mapping[str, Any], model_name: str | None, config
     """As `resolve_settings`, with a model chosen where none is named."""
     settings = resolve_settings(given, model_name, config_file)
     if (name := first_model(settings)) is not None:
-        settings = resolve_settings(given, name, config_file)
-        settings = Settings(settings.values, {**settings.sources, "model": CHOSEN_HERE})
+        settings = settings.above({"model": name}, CHOSEN_HERE)
     return settings
 
 
@@ -157,8 +155,8 @@ def _fetched() -> str | None:
     entry = entries()[FIRST]
     size = entry.guessed_bytes() / 1e6
     offer = (
-        f"No model named. {entry.description} (about {size:.0f} MB, {entry.licence}) is small and talks about "
-        "anything; without it, the demo answers, which knows restaurants, travel and the like."
+        f"No model named. {entry.description} (about {size:.0f} MB, {entry.licence}) is small: it talks about "
+        "anything and knows little; without it, the demo answers, which knows restaurants, travel and the like."
     )
     click.echo(click.wrap_text(offer, shutil.get_terminal_size().columns), err=True)
     if not click.confirm(f"Get {FIRST}?", default=True, err=True):

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from edgespec.cli import FilePath, aligned, printable, say
+from edgespec.cli import FilePath, aligned, printable
 from edgespec.cli.terminal import note
 from edgespec.config.options import LoadOptions
 from edgespec.config.sources import resolve
@@ -70,7 +70,7 @@ def add(paths: tuple[Path, ...], model: str | None, name: str | None) -> int:
             added = corpus.add(chosen, str(resolved(documents.path)), ids)
             if documents.num_left_out:
                 note(f"left out as no text: {documents.num_left_out} of the files or folders in it")
-            say(f"added for {_name_of(model)}: {_described(added)}")
+            click.echo(f"added for {_name_of(model)}: {_described(added)}")
     return 0
 
 
@@ -87,9 +87,9 @@ def ls(model: str | None) -> int:
         for line in aligned(rows, right=(1, 2, 3)) if texts else ():
             click.echo(line)
         total = sum(text.num_bytes for text in texts)
-        say(f"corpus for {_name_of(model)}: {total / _MIB:.1f} of {MAX_BYTES / _MIB:.0f} MiB, {corpus.path}")
+        click.echo(f"corpus for {_name_of(model)}: {total / _MIB:.1f} of {MAX_BYTES / _MIB:.0f} MiB, {corpus.path}")
         answers = learnt.read()
-        say(f"learnt: {sum(map(len, answers))} tokens of {len(answers)} answers, {learnt.path}")
+        click.echo(f"learnt: {sum(map(len, answers))} tokens of {len(answers)} answers, {learnt.path}")
     return 0
 
 
@@ -104,10 +104,10 @@ def rm(names: tuple[str, ...], model: str | None, everything: bool, learnt: bool
         raise ConfigError("say what to remove: names as corpus ls shows them, or --all, or --learnt")
     with _opened(model) as (_, corpus, answers):
         for name in names:
-            say(f"removed: {_described(corpus.remove(name))}")
+            click.echo(f"removed: {_described(corpus.remove(name))}")
         if everything or learnt:
             store: Corpus | LearntTexts = corpus if everything else answers
-            say(f"removed: {store.path}" if store.clear() else f"there was nothing: {store.path}")
+            click.echo(f"removed: {store.path}" if store.clear() else f"there was nothing: {store.path}")
     return 0
 
 

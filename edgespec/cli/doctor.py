@@ -16,7 +16,6 @@ from typing import Any
 import click
 
 from edgespec import __version__
-from edgespec.cli import say, wrapped
 from edgespec.cli.terminal import counted
 from edgespec.contained import Child, ChildEnded
 from edgespec.engines.onnx import library as onnxruntime
@@ -26,9 +25,7 @@ from edgespec.installation import (
     build_command,
     has_engine,
     install_command,
-    name_of,
     reinstall_command,
-    requirements,
     swap_command,
 )
 from edgespec.kernels import library as kernels
@@ -52,7 +49,11 @@ def command(as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps(report, indent=1))
     else:
-        _print(report)
+        click.secho(verdict(report), bold=True)
+        for problem in report["problems"]:
+            click.secho(f"problem: {problem}", fg="red")
+        for line in _lines(report):
+            click.echo(line)
     return 0 if not report["problems"] else 1
 
 
@@ -69,9 +70,6 @@ def examine() -> dict[str, Any]:
             "onnxruntime and onnxruntime-gpu overwrite each other's files: keep one. For the GPU: "
             f"{swap_command('onnxruntime', 'onnxruntime-gpu')}"
         )
-    missing = [name for name in map(name_of, requirements().get("", ())) if not _is_installed(name)]
-    if missing and not (missing == ["onnxruntime"] and engines["onnx"]["available"]):  # another build of it
-        problems.append(f"packages are missing ({', '.join(missing)}): {install_command()}")
     return {
         "edgespec": __version__,
         "python": platform.python_version(),
@@ -139,16 +137,6 @@ def _is_installed(package: str) -> bool:
     return True
 
 
-def _say(text: str, commands: str = "") -> None:
-    """A line; in a terminal it is broken at words, and `commands` follow on lines of their own."""
-    if not commands or not sys.stdout.isatty():
-        say(f"{text} {commands}".rstrip())
-        return
-    say(text)
-    for command in commands.split(", then "):
-        click.echo(f"  {command}")  # in one piece, to be copied
-
-
 def verdict(report: dict[str, Any]) -> str:
     """One line that says whether all is well."""
     if report["problems"]:
@@ -166,37 +154,32 @@ def verdict(report: dict[str, Any]) -> str:
     return f"Ready: {', '.join(runs)} with {counted(report['threads'], 'thread')}{slow}{gpu}"
 
 
-def _print(report: dict[str, Any]) -> None:
-    click.secho(wrapped(verdict(report), sys.stdout), bold=True)
-    for problem in report["problems"]:
-        click.secho(wrapped(f"problem: {problem}", sys.stdout), fg="red")
-    _say(f"edgespec {report['edgespec']}, Python {report['python']}, {report['platform']}")
-    _say(f"processor: {report['cpu']['name']}, {report['threads']} threads used of {report['cpu']['logical_cores']}")
-    own, onnx = report["kernels"], report["engines"]["onnx"]
-    _say("kernels: " + (f"{own['instructions']}, {own['library']}" if own["library"] else f"none: {own['reason']}"))
-    _print_llamacpp(report["engines"]["llamacpp"])
-    found = f"{onnx['version']}; providers: {', '.join(onnx['providers'])}" if onnx["available"] else onnx["reason"]
-    _say(f"engine onnx: {found}")
-
-
-def _print_llamacpp(llama: dict[str, Any]) -> None:
-    backend = gpu_backend()
+def _lines(report: dict[str, Any]) -> Iterator[str]:
+    own, onnx, llama, backend = (
+        report["kernels"],
+        report["engines"]["onnx"],
+        report["engines"]["llamacpp"],
+        gpu_backend(),
+    )
+    yield f"edgespec {report['edgespec']}, Python {report['python']}, {report['platform']}"
+    yield f"processor: {report['cpu']['name']}, {report['threads']} threads used of {report['cpu']['logical_cores']}"
+    yield "kernels: " + (f"{own['instructions']}, {own['library']}" if own["library"] else f"none: {own['reason']}")
     if not llama["available"]:
-        _say(f"engine llamacpp: {'NOT available' if llama['installed'] else llama['reason']}")
+        yield f"engine llamacpp: {'NOT available' if llama['installed'] else llama['reason']}"
         if backend:
-            _say(f"for this machine's GPU ({GPUS[backend]}):", build_command(backend))
-        return
-    _say(f"engine llamacpp: llama-cpp-python {llama['version']}")
-    for device in llama["devices"]:
-        memory = f", {device['total_bytes'] / 2**30:.1f} GiB" if device["total_bytes"] else ""
-        _say(f"device {device['name']}: {device['description']} ({device['kind']}{memory})")
-    if llama["gpu_offload"]:
-        _say("to use the GPU: -ngl auto")
+            yield f"for this machine's GPU ({GPUS[backend]}): {build_command(backend)}"
     else:
+        yield f"engine llamacpp: llama-cpp-python {llama['version']}"
+        for device in llama["devices"]:
+            memory = f", {device['total_bytes'] / 2**30:.1f} GiB" if device["total_bytes"] else ""
+            yield f"device {device['name']}: {device['description']} ({device['kind']}{memory})"
         what = f"this machine's GPU ({GPUS[backend]})" if backend else "a GPU, of which none was found here"
-        _say(f"this build of llama.cpp finds no GPU; one for {what}:", build_command(backend or "vulkan"))
-    rpc = ("yes (edgespec rpc-server, --rpc)", "") if llama["rpc"] else ("not in this build:", build_command("rpc"))
-    _say(f"several machines (RPC): {rpc[0]}", rpc[1])
+        build = f"this build of llama.cpp finds no GPU; one for {what}: {build_command(backend or 'vulkan')}"
+        yield "to use the GPU: -ngl auto" if llama["gpu_offload"] else build
+        how = "yes (edgespec rpc-server, --rpc)" if llama["rpc"] else f"not in this build: {build_command('rpc')}"
+        yield f"several machines (RPC): {how}"
+    found = f"{onnx['version']}; providers: {', '.join(onnx['providers'])}" if onnx["available"] else onnx["reason"]
+    yield f"engine onnx: {found}"
 
 
 def gpu_backend() -> str:

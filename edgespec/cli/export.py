@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgespec import __version__
-from edgespec.cli import FilePath, say
+from edgespec.cli import FilePath, files
 from edgespec.cli.main import INTERRUPTED
-from edgespec.cli.shell import files
 from edgespec.cli.terminal import note, waiting
 from edgespec.platform.files import exists, expanded, resolved
 
@@ -134,7 +133,7 @@ def _weights_of(source: str) -> str:
 
 
 def _print(folder: Path, made: Mapping[str, int], figures: Mapping[str, Any]) -> None:
-    from edgespec.cli.shell import run_command
+    from edgespec.cli import run_command
     from edgespec.export.room import human
     from edgespec.formats.manifest import read_pair
 
@@ -142,13 +141,10 @@ def _print(folder: Path, made: Mapping[str, int], figures: Mapping[str, Any]) ->
     for name, size in made.items():
         click.echo(f"  {name}  {human(size)}")
     for line in check_lines(figures):
-        say(line)
-    say(f"run it: {run_command(_as_path(folder), read_pair(folder).files['target'])}")
-
-
-def _as_path(folder: Path) -> str:
-    """The folder as the other commands take it: a bare name would be looked up in the registry first."""
-    return str(folder) if folder.is_absolute() or len(folder.parts) > 1 else f"./{folder}"
+        click.echo(line)
+    is_plain = not folder.is_absolute() and len(folder.parts) == 1  # which the registry would look up first
+    path = f"./{folder}" if is_plain else str(folder)
+    click.echo(f"run it: {run_command(path, read_pair(folder).files['target'])}")
 
 
 def check_lines(figures: Mapping[str, Any]) -> Iterator[str]:

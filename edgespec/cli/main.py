@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import click
 
 from edgespec import __version__
-from edgespec.cli import as_typed, has_escapes, help_all_option, printable, shows_all, wrapped
+from edgespec.cli import as_typed, has_escapes, help_all_option, printable, shows_all
 from edgespec.errors import (
     CapabilityError,
     EdgespecError,
@@ -53,7 +53,8 @@ _MORE = {
 }
 COMMANDS = {**_EVERYDAY, **_MORE}
 ALIASES = {"generate": "run", "list": "ls", "remove": "rm", "pair": "drafts"}
-_IN_MODELS = ("ls", "show", "add", "rm", "drafts")  # short commands that share a module
+# Short commands that share a module.
+_HOMES = dict.fromkeys(("ls", "show", "add", "rm", "drafts"), "models") | {"verify": "bench"}
 _RAISE_LIMITS = "Raise its limits (ulimit -v, ulimit -d), or close other programs"
 # What writing to a pipe that nobody reads any more fails with.
 _READER_GONE = (errno.EPIPE, errno.EINVAL) if os.name == "nt" else (errno.EPIPE,)
@@ -80,9 +81,9 @@ class CommandGroup(click.Group):
 
         if has_memory_limit():  # numpy's OpenBLAS needs 32 MiB for each of its threads, or ends the process
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        shared = cmd_name in _IN_MODELS
-        module = importlib.import_module(f"edgespec.cli.{'models' if shared else cmd_name.replace('-', '_')}")
-        command: click.Command = getattr(module, cmd_name if shared else "command")
+        home = _HOMES.get(cmd_name)
+        module = importlib.import_module(f"edgespec.cli.{home or cmd_name.replace('-', '_')}")
+        command: click.Command = getattr(module, cmd_name if home else "command")
         return command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -241,7 +242,7 @@ def _is_for_want_of_memory(exc: BaseException) -> bool:
 
 def _report(message: str, code: int) -> int:
     with contextlib.suppress(OSError):  # stderr is gone; the exit code remains
-        click.echo(wrapped(printable(f"error: {' '.join(message.split())}")), err=True)
+        click.echo(printable(f"error: {' '.join(message.split())}"), err=True)
     return code
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import click
 
-from edgespec.cli import FilePath, aligned, printable, say
-from edgespec.cli.shell import models, names_here, names_known, run_command
+from edgespec.cli import FilePath, aligned, file_or_name, names_here, names_known, printable, run_command
 from edgespec.cli.terminal import note, runner, waiting
 from edgespec.config.options import LoadOptions
 from edgespec.config.values import as_size
@@ -77,7 +76,7 @@ def show(name: str) -> int:
     if entry is None:
         return _show_here(name)
     _show_entry(entry)
-    say(f"get it: edgespec pull {entry.name}")
+    click.echo(f"get it: edgespec pull {entry.name}")
     return 0
 
 
@@ -88,7 +87,7 @@ def show(name: str) -> int:
 def add(path: Path, name: str, draft: Path | None) -> int:
     """Give a GGUF or ONNX model a name. The file stays where it is; it is tried and its checksum is kept."""
     chosen = add_model(path, name, draft)
-    say(f"added: {run_command(chosen, resolve(chosen).files['target'])}")
+    click.echo(f"added: {run_command(chosen, resolve(chosen).files['target'])}")
     return 0
 
 
@@ -98,7 +97,7 @@ def rm(names: tuple[str, ...]) -> int:
     """Remove models from your models folder, unfinished downloads too. Files that were added stay where they are."""
     for name in names:
         freed = remove(name)
-        say(f"removed: {name}" + (f", {freed / 1e6:.1f} MB" if freed else "; its files stay where they are"))
+        click.echo(f"removed: {name}" + (f", {freed / 1e6:.1f} MB" if freed else "; its files stay where they are"))
     return 0
 
 
@@ -107,13 +106,13 @@ def _show_here(name: str) -> int:
     for file in pair.files.values():
         if file.is_gguf:
             check_gguf(file.path)
-    say(f"{pair.name}: {printable(pair.description) or 'on this machine'}")
+    click.echo(f"{pair.name}: {printable(pair.description) or 'on this machine'}")
     for line in aligned(card(LoadOptions(model=name), pair)):
-        say(f"  {printable(line)}")
+        click.echo(f"  {printable(line)}")
     for role, file in (*pair.files.items(), *((f"{kind} heads", file) for kind, file in pair.heads.items())):
         parts = f", {len(file.all_files)} files" if file.parts else ""
-        say(f"{role}: {file.path}, {file.all_bytes / 1e6:.1f} MB{parts}")
-    say(
+        click.echo(f"{role}: {file.path}, {file.all_bytes / 1e6:.1f} MB{parts}")
+    click.echo(
         f"run it: {run_command(name, pair.files['target'])}"
         + ("" if drafted_from(pair) else f"; drafts for it: edgespec drafts {quoted(name)}")
     )
@@ -153,19 +152,19 @@ def card(options: LoadOptions, pair: ModelPair) -> list[tuple[str, str]]:
 
 
 def _show_entry(entry: Entry) -> None:
-    say(f"{entry.name}: {entry.description}, {entry.parameters / 1e9:.3g} billion weights")
-    say(f"source: {entry.repo}, {entry.quant} (licence: {entry.licence}; tokenizer family: {entry.family})")
+    click.echo(f"{entry.name}: {entry.description}, {entry.parameters / 1e9:.3g} billion weights")
+    click.echo(f"source: {entry.repo}, {entry.quant} (licence: {entry.licence}; tokenizer family: {entry.family})")
     if entry.draft:
-        say(f"draft: {entry.draft}, {entries()[entry.draft].description}")
+        click.echo(f"draft: {entry.draft}, {entries()[entry.draft].description}")
     for head in entry.heads:
         how = "get it with" if head.gguf else "convert it with"
-        say(
+        click.echo(
             f"{head.kind} head: {head.repo} (licence: {head.licence or 'not known'}), {how}: {head.command(entry.name)}"
         )
     if entry.advice:
-        say(f"advice: {entry.advice}")
-    say(f"verified: {entry.verified or 'no; nobody has tried this entry with edgespec yet'}")
-    say(f"size: {_fit_of(entry_bytes(entry), has_draft=bool(entry.draft), is_guess=not entry.known_bytes)}")
+        click.echo(f"advice: {entry.advice}")
+    click.echo(f"verified: {entry.verified or 'no; nobody has tried this entry with edgespec yet'}")
+    click.echo(f"size: {_fit_of(entry_bytes(entry), has_draft=bool(entry.draft), is_guess=not entry.known_bytes)}")
 
 
 def _fit_of(num_bytes: int, *, has_draft: bool, is_guess: bool = False) -> str:
@@ -182,7 +181,7 @@ def _size(each: Listed) -> str:
 
 
 @click.command("drafts", short_help="Rank the draft models and heads for a target.")
-@click.argument("target", metavar="TARGET", shell_complete=models)
+@click.argument("target", metavar="TARGET", shell_complete=file_or_name)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object")
 def drafts(target: str, as_json: bool) -> int:
     """Rank draft models and heads for TARGET: those on this machine and those to pull.

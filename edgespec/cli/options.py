@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from edgespec.cli import FilePath, help_all_option, shows_all
-from edgespec.cli.shell import models
+from edgespec.cli import FilePath, file_or_name, help_all_option, shows_all
 from edgespec.cli.terminal import set_verbosity
 from edgespec.config.options import SETTINGS, Sampling
 from edgespec.config.sources import Settings, resolve
@@ -45,7 +44,13 @@ def settings_options(
     command takes any number of models, as `model_names`.
     """
 
-    help_all = help_all_option("All options, every spelling", cls=GroupedOption)
+    config: dict[str, Any] = {"type": FilePath(), "metavar": "FILE", "help": "Settings file, TOML"}
+    common = (
+        help_all_option("All options, every spelling", cls=GroupedOption),
+        click.option("--config", "config_file", cls=GroupedOption, **config),
+        verbosity_option("-q", "--quiet", help="Show the result and errors only"),
+        verbosity_option("-v", "--verbose", help="Show notes on what is measured and chosen"),
+    )
 
     def decorate(function: Function) -> Function:
         chosen = [s for s in SETTINGS if s.part in parts and s.name not in leave_out]
@@ -55,23 +60,14 @@ def settings_options(
             metavar=metavar,
             required=False,
             nargs=-1 if takes_models else 1,
-            shell_complete=models,
+            shell_complete=file_or_name,
         )
         settings = [_option(setting, hidden=setting.name in hidden) for setting in reversed(chosen)]
-        for option in (help_all, *reversed(_common_options()), *settings, model):
+        for option in (*common, *settings, model):
             function = option(function)
         return function
 
     return decorate
-
-
-def _common_options() -> list[Callable[[Function], Function]]:
-    config: dict[str, Any] = {"type": FilePath(), "metavar": "FILE", "help": "Settings file, TOML"}
-    return [
-        verbosity_option("-v", "--verbose", help="Show notes on what is measured and chosen"),
-        verbosity_option("-q", "--quiet", help="Show the result and errors only"),
-        click.option("--config", "config_file", cls=GroupedOption, **config),
-    ]
 
 
 def verbosity_option(*flags: str, help: str) -> Callable[[Function], Function]:
@@ -169,7 +165,9 @@ class SettingOption(GroupedOption):
         choices = "|".join(self.setting.choices)
         listed = f": {', '.join(self.setting.choices)}" if is_whole and len(choices) > _MOST_CHOICES else ""
         text, bracket, without = self.setting.help.partition(" [")
-        return f"{', '.join(flags)}{value}", f"{text}{listed}{bracket}{without}{_default(self.setting)}"
+        is_said = bracket or self.setting.default in (None, (), "")
+        default = "" if is_said else f" [{show(self.setting.default)}]"
+        return f"{', '.join(flags)}{value}", f"{text}{listed}{bracket}{without}{default}"
 
 
 def _value(setting: Setting) -> str:
@@ -178,11 +176,6 @@ def _value(setting: Setting) -> str:
         return choices if len(choices) <= _MOST_CHOICES else "NAME"
     kinds = {"integer": "N", "number": "X", "path": "FILE"}
     return setting.metavar or kinds.get(setting.kind, "TEXT")
-
-
-def _default(setting: Setting) -> str:
-    is_said = setting.help.endswith("]") or setting.default in (None, (), "")
-    return "" if is_said else f" [{show(setting.default)}]"
 
 
 class SettingsCommand(click.Command):

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from edgespec.cli import aligned, say
+from edgespec.cli import aligned
 from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
 from edgespec.config.options import REMEMBERING, LoadOptions
 from edgespec.config.values import as_size
@@ -57,10 +57,10 @@ def _show(fitted: Fitted, refusal: str) -> None:
     if plan.device_note:
         layers = fitted.options.target_gpu_layers, fitted.options.draft_model_gpu_layers
         experts = f" -ncmoe {fitted.options.cpu_moe_layers}" if fitted.options.cpu_moe_layers else ""
-        say(plan.device_note + (f" (-ngl {layers[0]} -ngld {layers[1]}{experts})" if any(layers) else ""))
+        click.echo(plan.device_note + (f" (-ngl {layers[0]} -ngld {layers[1]}{experts})" if any(layers) else ""))
     for each in fitted.given_up:
-        say(f"given up: {each.text} ({each.flags})")
-    say(f"refused: {refusal}" if refusal else f"{fitted.verdict}")
+        click.echo(f"given up: {each.text} ({each.flags})")
+    click.echo(f"refused: {refusal}" if refusal else f"{fitted.verdict}")
 
 
 def _table(plan: Plan) -> list[str]:

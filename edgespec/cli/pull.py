@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from time import monotonic
 
 import click
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
+from edgespec.cli import names_known, run_command
 from edgespec.cli.main import INTERRUPTED
-from edgespec.cli.shell import names_known, run_command
-from edgespec.cli.terminal import note, verbosity
+from edgespec.cli.terminal import note, waiting
 from edgespec.formats.manifest import ModelPair
+from edgespec.loading.catalogue import entries
 from edgespec.loading.download import OnBytes
 from edgespec.loading.own_models import fits, pair_bytes
-from edgespec.loading.pull import OnNote
 from edgespec.loading.pull import pull as pull_model
 
 
@@ -52,47 +45,35 @@ def command(model: str, draft: str, no_draft: bool, name: str, revision: str) ->
     if fits(size) is False:
         note(f"note: {size / 1e9:.1f} GB do not fit into the memory that is available now: it will be slow")
     if pair.draft is None:
-        note(f"{chosen} has no draft model; edgespec drafts {chosen} ranks those that fit")
+        entry = entries().get(chosen)
+        advice = entry.advice if entry else ""
+        note(advice or f"{chosen} has no draft model; edgespec drafts {chosen} ranks those that fit")
     click.echo(f"run it: {run_command(chosen, pair.files['target'])}")
     return 0
 
 
 def fetched(model: str, *, name: str = "", draft: str = "", wants_draft: bool = True, revision: str = "") -> ModelPair:
     """Pull a model and show how far it is. Raises as `edgespec.loading.pull.pull`."""
-    with _progress() as (on_bytes, on_note):
-        return pull_model(model, on_bytes, on_note, name=name, draft=draft, wants_draft=wants_draft, revision=revision)
+    with _progress(model) as on_bytes:
+        return pull_model(model, on_bytes, note, name=name, draft=draft, wants_draft=wants_draft, revision=revision)
 
 
 @contextmanager
-def _progress() -> Iterator[tuple[OnBytes, OnNote]]:
-    """A bar for each file on stderr where that is a terminal; elsewhere a line when one begins and when it is there.
-
-    With what prints a note above the bars.
-    """
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    tasks: dict[str, TaskID] = {}
-    is_shown = console.is_terminal and verbosity() != "quiet"
-    with Progress(*columns, console=console, disable=not is_shown) as progress:
+def _progress(model: str) -> Iterator[OnBytes]:
+    """A line when a file begins, and in a terminal one for how far it is, how fast, and how long it will take."""
+    begun: dict[str, tuple[int, float]] = {}  # bytes that were here, and when it began
+    with waiting(f"getting {model}") as on_progress:
 
         def on_bytes(name: str, done: int, total: int) -> None:
-            if name not in tasks:
-                tasks[name] = progress.add_task(name, total=total, completed=done)
-                if not is_shown:
-                    rest = f", {done / 1e6:.1f} MB of it are already here" if done else ""
-                    note(f"fetching {name}, {total / 1e6:.1f} MB{rest}")
-            progress.update(tasks[name], completed=done)
+            if name not in begun:
+                begun[name] = done, monotonic()
+                rest = f", {done / 1e6:.1f} MB of it are already here" if done else ""
+                note(f"fetching {name}, {total / 1e6:.1f} MB{rest}")
+            before, begun_s = begun[name]
+            rate = (done - before) / max(monotonic() - begun_s, 1e-3)
+            if rate and sys.stderr.isatty():
+                left = timedelta(seconds=round((total - done) / rate))
+                said = f"{name}: {done / 1e6:.0f} of {total / 1e6:.0f} MB, {rate / 1e6:.1f} MB/s, {left} left"
+                on_progress(0, 0, said)
 
-        def say(text: str) -> None:
-            if is_shown:
-                progress.console.print(text, highlight=False, markup=False)
-            else:
-                note(text)
-
-        yield on_bytes, say
+        yield on_bytes

@@ -13,15 +13,14 @@ import click
 from edgespec.cli.chat import converse, settings_with_model
 from edgespec.cli.main import FAILED, INTERRUPTED
 from edgespec.cli.options import GroupedOption, SettingsCommand, settings_options
-from edgespec.cli.session import Session, open_session, require_chat_template, show_beginning, show_memory_note
+from edgespec.cli.session import Session, open_session, require_chat_template, show_beginning
 from edgespec.cli.stdin import is_interactive, text_behind, whole_input
 from edgespec.cli.terminal import complain, length_note, stops
-from edgespec.config.options import GenerateOptions, SessionOptions
+from edgespec.config.options import SessionOptions
 from edgespec.config.values import MAX_TOP_LOGPROBS
-from edgespec.errors import ConfigError, ModelNotFound, PromptError, shown
-from edgespec.generation.handle import Generation, Result
-from edgespec.installation import quoted
-from edgespec.loading.registry import is_known, resolve
+from edgespec.errors import ConfigError, PromptError
+from edgespec.generation.handle import Result
+from edgespec.loading.registry import is_known
 from edgespec.reports import Stats
 
 STATS_KEYS = (
@@ -63,8 +62,6 @@ def command(
     if words and prompt is not None:
         raise ConfigError(f"two prompts are given, {' '.join(words)!r} and -p {prompt!r}: keep one")
     prompt = " ".join(words) if words else prompt
-    if prompt is None and model_name is not None:
-        _require_model(model_name)
     if prompt is None and not as_json and is_interactive():
         return converse(given, model_name, config_file)
     settings = settings_with_model(given, model_name, config_file)
@@ -77,15 +74,6 @@ def command(
     with session.model:
         prompt_ids = encode_prompt(session, text)
         return _print_json(session, prompt_ids, logprobs) if as_json else _print_text(session, prompt_ids)
-
-
-def _require_model(name: str) -> None:
-    """Raises ModelNotFound for an argument that is no model: it may be meant as the prompt."""
-    if not is_known(name):
-        try:
-            resolve(name)
-        except ModelNotFound as exc:
-            raise ModelNotFound(f"{exc}. If {shown(name)} is the prompt: edgespec run -p {quoted(name)}") from exc
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -118,21 +106,12 @@ def encode_prompt(session: Session, text: str) -> list[int]:
     return session.encode([*system, {"role": "user", "content": text}])
 
 
-def _asked(session: Session, prompt_ids: list[int], options: GenerateOptions) -> Generation:
-    """The answer, not begun. Raises PromptError; why the context is smaller than usual is said before it."""
-    try:
-        return session.model.stream(prompt_ids, session.sampling, options)
-    except PromptError:
-        show_memory_note(session.model)
-        raise
-
-
 def _print_text(session: Session, prompt_ids: list[int]) -> int:
-    # The prompt is checked before anything is said.
     options = dataclasses.replace(session.options, logprobs=False)
-    answer = _asked(session, prompt_ids, options)
+    answer = session.model.stream(prompt_ids, session.sampling, options)  # checks the prompt before anything is said
     printer = session.printer(prompt_ids)
-    is_stopped = printer.print_all(answer, lambda: show_beginning(session))
+    show_beginning(session)
+    is_stopped = printer.print_all(answer)
     code = _code_of(session, answer.stats)
     session.show_end(answer.stats, says_cut=not code)
     return INTERRUPTED if is_stopped else code
@@ -141,10 +120,10 @@ def _print_text(session: Session, prompt_ids: list[int]) -> int:
 def _print_json(session: Session, prompt_ids: list[int], logprobs: int | None) -> int:
     """`logprobs`: how many of the likeliest tokens are told with theirs in each place; None: no log probabilities."""
     options = dataclasses.replace(session.options, logprobs=logprobs is not None, top_logprobs=logprobs or 0)
-    answer, code = _asked(session, prompt_ids, options), 0
+    answer, code = session.model.stream(prompt_ids, session.sampling, options), 0
     with stops(answer.cancel) as interruption:
         show_beginning(session)
-        if not interruption.happened:
+        if not interruption.is_set():
             result = answer.result()
             session.show_notes(result.stats)
             found = result_object(session, result)
@@ -153,7 +132,7 @@ def _print_json(session: Session, prompt_ids: list[int], logprobs: int | None) -
                 found["top_logprobs"] = result.top_logprobs
             click.echo(json.dumps(found, allow_nan=False))
             code = _code_of(session, result.stats)
-    return INTERRUPTED if interruption.happened else code
+    return INTERRUPTED if interruption.is_set() else code
 
 
 def _code_of(session: Session, stats: Stats) -> int:
@@ -184,9 +163,5 @@ def result_object(session: Session, result: Result) -> dict[str, Any]:
         "answer": answer,
         "finish_reason": result.finish_reason,
         "notes": list(result.stats.notes),
-        "stats": stats_object(result.stats),
+        "stats": {key: getattr(result.stats, key) for key in STATS_KEYS},
     }
-
-
-def stats_object(stats: Stats) -> dict[str, Any]:
-    return {key: getattr(stats, key) for key in STATS_KEYS}

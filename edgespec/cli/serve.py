@@ -6,21 +6,20 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from edgespec.chat.template import read_template
-from edgespec.cli.options import GroupedOption, SettingsCommand, resolve_settings, sampling_of, settings_options
+from edgespec.cli.options import SettingsCommand, resolve_settings, sampling_of, settings_options
 from edgespec.cli.session import open_session, show_beginning
 from edgespec.cli.terminal import note, stop_waiting
 from edgespec.config.options import OF_ONE_MODEL, STRUCTURE, GenerateOptions, LoadOptions, ServeOptions
 from edgespec.config.sources import Settings
-from edgespec.config.values import MAX_PARALLEL, RANDOM_SEED, NumSequences
+from edgespec.config.values import RANDOM_SEED, NumSequences
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
@@ -32,20 +31,12 @@ from edgespec.memory.plan import Room, planned
 if TYPE_CHECKING:
     from edgespec.config.options import Sampling
     from edgespec.server.residence import SharedMemory
-    from edgespec.server.service import Known, Service, Services
+    from edgespec.server.service import Known, Service
 
 
-API_KEY = "EDGESPEC_API_KEY"
 _NEEDED = ("starlette", "uvicorn")
 _OF_ONE_ANSWER = ("system", "thinking", "chat_template", "stats", "raw")  # a request says these itself
-_OWN_HTTP = ("host", "port", "api_key", "exit_with_stdin")
-_HTTP_ONLY = (*_OWN_HTTP, "cors_origin", "allowed_host")
-_OWN = (*_OWN_HTTP, "alias", "parallel", "max_queue", "timeout", "stdio")
-_QUEUE, _TIMEOUT = click.IntRange(0, 4096), click.FloatRange(0, min_open=True)
-
-
-def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
-    return click.option(*flags, cls=GroupedOption, group="Options", **attributes)
+_HTTP_ONLY = ("host", "port", "api_key", "exit_with_stdin", "cors_origin", "allowed_host")
 
 
 @click.command(cls=SettingsCommand)
@@ -54,21 +45,6 @@ def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
     leave_out=("stop", "ignore_eos", *STRUCTURE, *_OF_ONE_ANSWER),
     takes_models=True,
 )
-@_option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on [127.0.0.1: this machine only]")
-@_option("--port", type=click.IntRange(0, 65535), default=8080, metavar="N", help="Port; 0 chooses a free one [8080]")
-@_option("--api-key", metavar="KEY", help=f"Key that clients must send; better in {API_KEY} [any key]")
-@_option("--alias", multiple=True, metavar="NAME", help="Name for clients; NAME=MODEL: of another model [its own]")
-@_option(
-    "-np",
-    "--parallel",
-    type=click.IntRange(1, MAX_PARALLEL),
-    metavar="N",
-    help="Answers generated at once, each with its own context; others wait [up to 4 on our kernels, else 1]",
-)
-@_option("--max-queue", type=_QUEUE, default=32, metavar="N", help="Requests that may wait; more get 429 [32]")
-@_option("--timeout", type=_TIMEOUT, default=600.0, metavar="S", help="Seconds per request, waiting included [600]")
-@_option("--exit-with-stdin", is_flag=True, help="Exit when standard input closes: the parent has ended")
-@_option("--stdio", is_flag=True, help="Speak JSON lines on standard streams instead of HTTP")
 def command(model_names: tuple[str, ...], config_file: Path | None, **given: Any) -> int:
     """Serve models to other programs: OpenAI's API over HTTP, or JSON lines with --stdio.
 
@@ -76,47 +52,33 @@ def command(model_names: tuple[str, ...], config_file: Path | None, **given: Any
     is loaded then; the first answers where it is absent. Options hold for all of them, but those that name files or
     layers (-md, --medium, --heads, --exit-layer, --chat-template-file) and --pooling for the first alone.
     """
-    context = click.get_current_context()
-    own = {name: given.pop(name) for name in _OWN}
-    if own["stdio"]:
-        _refuse_http_options(context)
-    else:
-        _require_libraries()
     from edgespec.server.service import Services
 
     first = resolve_settings(given, model_names[0] if model_names else None, config_file)
     others = given | dict.fromkeys(OF_ONE_MODEL) | {"model": None}
     more = [resolve_settings(others, name, config_file, leave_out=OF_ONE_MODEL) for name in model_names[1:]]
     options = ServeOptions(**first.part("serve"))
-    served = served_models([first, *more], own, options)
-    services = Services(*served, api_key=_api_key(own["api_key"]))
-    _serve(services, own, options)
+    for name in _HTTP_ONLY if options.stdio else ():
+        if first.sources.get(name) == "the command line":
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"--stdio has no HTTP server and always ends with standard input: leave out {flag}")
+    if not options.stdio:
+        _require_libraries()
+    services = Services(*served_models([first, *more], options), api_key=options.api_key)
+    if options.stdio:
+        from edgespec.server.stdio import serve_stdio
+
+        serve_stdio(services, *_private_streams())
+    else:
+        from edgespec.server.run import hosts_of, serve
+
+        if services.api_key is None and options.host not in hosts_of(ServeOptions()):
+            note(f"warning: everybody who can reach {options.host} can use this server: set EDGESPEC_API_KEY")
+        serve(services, options, _announce)
     if services.is_loading:  # stopped meanwhile, and it goes on in native code
         stop_waiting()
         os._exit(0)
     return 0
-
-
-def _serve(services: Services, own: dict[str, Any], options: ServeOptions) -> None:
-    if own["stdio"]:
-        from edgespec.server.stdio import serve_stdio
-
-        serve_stdio(services, *_private_streams())
-        return
-    from edgespec.server.run import Binding, serve
-
-    lists = options.cors_origin, options.allowed_host
-    binding = Binding(own["host"], own["port"], *lists, until_stdin_closes=own["exit_with_stdin"])
-    if not binding.is_local and services.api_key is None:
-        note(f"warning: everybody who can reach {binding.host} can use this server: set {API_KEY}")
-    serve(services, binding, _announce)
-
-
-def _refuse_http_options(context: click.Context) -> None:
-    given = [name for name in _HTTP_ONLY if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
-    if given:
-        flag = f"--{given[0].replace('_', '-')}"
-        raise ConfigError(f"--stdio has no HTTP server and always ends with standard input: leave out {flag}")
 
 
 def _require_libraries() -> None:
@@ -125,13 +87,6 @@ def _require_libraries() -> None:
         raise CapabilityError(
             f"edgespec serve needs {' and '.join(missing)}, not installed here: {install_command('server')}"
         )
-
-
-def _api_key(given: str | None) -> str | None:
-    key = given if given is not None else os.environ.get(API_KEY)
-    if key == "":
-        raise ConfigError(f"the API key is empty: give --api-key a key, or leave it and {API_KEY} out")
-    return key
 
 
 def _announce(url: str) -> None:
@@ -160,7 +115,7 @@ def _private_streams() -> tuple[IO[bytes], IO[bytes]]:
 # -- the models, from their settings: names for clients, limits, and what they share
 
 
-def served_models(settings: Sequence[Settings], own: dict[str, Any], options: ServeOptions) -> list[Service]:
+def served_models(settings: Sequence[Settings], options: ServeOptions) -> list[Service]:
     """A service for each of the models, ready to be loaded.
 
     Raises ConfigError, and what `resolve_pair` raises: before anything listens.
@@ -172,21 +127,21 @@ def served_models(settings: Sequence[Settings], own: dict[str, Any], options: Se
     loading = [LoadOptions(**each.part("load")) for each in settings]
     read_template(loading[0].chat_template_file)
     pairs = [resolve_pair(each) for each in loading]
-    limits = Limits(max_queued=own["max_queue"], timeout_s=own["timeout"])
-    names = _names([each.model for each in loading], pairs, own["alias"])
+    limits = Limits(max_queued=options.max_queue, timeout_s=options.timeout)
+    names = _names([each.model for each in loading], pairs, options.alias)
     shared: dict[str, Any] = {"metrics": Metrics(), "idle_unload_s": options.idle_unload_s}
     if len(pairs) > 1:
         shared["places"] = Places(options.models_max)
     memory = SharedMemory(Room.now(loading[0].memory)) if len(pairs) > 1 and options.models_max > 1 else None
     # What several models share is not taken by the room of one.
-    parallel: NumSequences = own["parallel"] or ("auto" if memory is None else 1)
+    parallel: NumSequences = options.parallel or ("auto" if memory is None else 1)
     found: list[Service] = []
     for each, pair, (name, *others) in zip(settings, pairs, names, strict=True):
         service = Service(name, limits, aliases=tuple(others), **shared)
         served = Served(each, pair, service, parallel, memory)
         if found:  # the first is loaded at once
             served.check()
-        service.residence.begin(served)
+        service.begin(served)
         found.append(service)
     if memory is not None:
         memory.services = found
@@ -245,8 +200,8 @@ class Served:
             session = open_session(settings, remembers=True, parallel=self.parallel)
             if self.memory is not None:
                 self.memory.keep(session.model)
-            session.sampling = self._seeded(session.sampling)
-            self.service.use(session.model, session.sampling, session.options, session.shown.reasoning_format)
+            sampling = self._seeded(session.sampling)
+            self.service.use(session.model, sampling, session.options, session.shown.reasoning_format)
             if not self.has_begun:
                 show_beginning(session)
             self.has_begun = True

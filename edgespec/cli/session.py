@@ -1,23 +1,26 @@
-"""From settings to a loaded model and the options of its generations."""
+"""From settings to a loaded model, the options of its generations, and a conversation with it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
+from edgespec.chat.conversation import Conversation, fit_context
 from edgespec.chat.reasoning import Reasoning, before_structure
 from edgespec.chat.template import answer_prefix, read_template
+from edgespec.cli import continue_command
 from edgespec.cli.answer import AnswerPrinter
 from edgespec.cli.options import sampling_of
-from edgespec.cli.shell import continue_command
 from edgespec.cli.terminal import (
-    configuration_line,
+    configuration,
+    counted,
     detail,
     length_note,
     note,
     reply,
-    short_configuration,
     stats_lines,
     verbosity,
     waiting,
@@ -26,29 +29,57 @@ from edgespec.config.options import REMEMBERING, GenerateOptions, LoadOptions, S
 from edgespec.config.sources import Settings
 from edgespec.config.values import RANDOM_SEED, NumSequences
 from edgespec.drafters.spec import learnt_texts
-from edgespec.errors import ConfigError, PromptError
+from edgespec.errors import ConfigError, EdgespecError, PromptError, StateError
 from edgespec.loading.opening import has_chat_template
 from edgespec.loading.requirements import resolve_pair
-from edgespec.platform.files import exists
+from edgespec.platform.files import exists, write_errors
 from edgespec.reports import Stats
 from edgespec.runtime import Model, load
+
+HERE = "this chat"  # where a setting comes from that was changed after loading
+# Settings of `load` that a generation can override as well.
+CHANGEABLE_LATER = ("drafter", "draft_length", "verify")
 
 
 @dataclass(slots=True)
 class Session:
-    """A loaded model and how it is being used; the options may be replaced between two generations."""
+    """A loaded model and the settings of its answers, which may be replaced between two of them."""
 
     model: Model
     settings: Settings
-    sampling: Sampling
-    options: GenerateOptions
-    shown: SessionOptions
     seen_notes: set[str] = field(default_factory=set)  # notes of answers that were shown
+
+    @property
+    def sampling(self) -> Sampling:
+        return sampling_of(self.settings)
+
+    @property
+    def options(self) -> GenerateOptions:
+        later = {name: self.settings.values[name] for name in _changed_later(self.settings)}
+        return GenerateOptions(**self.settings.part("generate"), **later)
+
+    @property
+    def shown(self) -> SessionOptions:
+        return SessionOptions(**self.settings.part("session"))
 
     @property
     def seed(self) -> int:
         """The seed of the next answer; `open_session` chose one where none was given."""
-        return self.sampling.seed or 0
+        return int(self.settings.values["seed"])
+
+    def use(self, settings: Settings) -> None:
+        """Other settings from the next answer on.
+
+        Raises SamplingError, ConfigError for a value out of range, a bad schema or reasoning that has no switch,
+        CapabilityError for a drafter that this model does not have.
+        """
+        changed = replace(self, settings=settings)
+        _, options, shown = changed.sampling, changed.options, changed.shown
+        if shown.thinking is not None:
+            self.require_switch()
+        for check in (self.model.check_drafter, self.model.check_structure):  # here, and not at the next message
+            check(options)
+        self.settings = settings
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation. Raises as `encode_chat`."""
@@ -97,6 +128,16 @@ class Session:
                 reply(line)
 
 
+def completed(settings: Settings, model: Model, seed: int | None) -> Settings:
+    """`settings` with what the model recommends, and with a `seed` where none is given."""
+    settings = settings.below(model.pair.recommended, f"recommended for {model.pair.name}")
+    return settings.below({"seed": seed}, "chosen at random")
+
+
+def _changed_later(settings: Settings) -> list[str]:
+    return [name for name in CHANGEABLE_LATER if settings.sources.get(name) == HERE]
+
+
 def open_session(settings: Settings, *, remembers: bool = False, parallel: NumSequences = 1) -> Session:
     """Load what the settings name. Every option is checked before any file is opened.
 
@@ -109,12 +150,10 @@ def open_session(settings: Settings, *, remembers: bool = False, parallel: NumSe
     seed = sampling_of(settings).seed
     if settings.values.get("seed") == RANDOM_SEED:  # one for all answers, which is told
         settings = settings.without(("seed",))
-    options = GenerateOptions(**settings.part("generate"))
+    GenerateOptions(**settings.part("generate"))
     shown = SessionOptions(**settings.part("session"))
-    model = _load(settings, parallel)
-    settings = settings.below(model.pair.recommended, f"recommended for {model.pair.name}")
-    settings = settings.below({"seed": seed}, "chosen at random")
-    session = Session(model, settings, sampling_of(settings), options, shown)
+    model = _load(settings.without(_changed_later(settings)), parallel)
+    session = Session(model, completed(settings, model, seed))
     if shown.thinking is not None:
         try:
             session.require_switch()
@@ -154,12 +193,6 @@ def _load(settings: Settings, parallel: NumSequences) -> Model:
         return load(**options)
 
 
-def show_memory_note(model: Model) -> None:
-    """What was given up for a budget of memory, if anything was."""
-    if model.memory is not None and model.memory.note:
-        note(f"note: {model.memory.note}")
-
-
 def show_beginning(session: Session) -> None:
     """What a person should know before the first answer, on stderr: the model's banner and one line; more with -v."""
     model = session.model
@@ -170,8 +203,9 @@ def show_beginning(session: Session) -> None:
     if verbosity() == "verbose":
         _show_all(session)
         return
-    show_memory_note(model)
-    note(short_configuration(model, session.options))
+    if model.memory is not None and model.memory.note:
+        note(f"note: {model.memory.note}")
+    note(configuration(model, session.sampling, session.options, whole=False))
 
 
 def show_configuration(session: Session) -> None:
@@ -182,6 +216,153 @@ def show_configuration(session: Session) -> None:
 
 
 def _show_all(session: Session) -> None:
-    note(configuration_line(session.model, session.sampling, session.options))
+    note(configuration(session.model, session.sampling, session.options))
     for line in session.model.notes:
         detail(line)
+
+
+# -- one conversation: asks, prints the answer and remembers it; with `chat --session FILE` it is kept in FILE, written
+# after every answer. The model's state lies beside it, so that nothing is read again: it may take megabytes and is
+# written at the end. Without it, or with that of another model, the text is read again.
+
+STATE_SUFFIX = ".state"
+LEAST_ANSWER = 256  # tokens kept free for an answer of unlimited length, where the context allows
+
+
+class Chat:
+    """The conversation, the session it runs in, and the counters of its last answer."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.conversation = Conversation(session.shown.system)
+        self.last = Stats()  # of the last answer
+        self.attached: list[str] = []  # texts that go behind the next message
+
+    def say(self, text: str) -> None:
+        """Ask `text` and print the answer; a failure leaves the conversation as it was."""
+        before = self.conversation.copy()
+        self.conversation.ask("\n\n".join((text, *self.attached)))
+        self.attached = []  # first: with what no context holds, every message would be refused
+        self._answer(before)
+
+    def say_again(self) -> None:
+        """Answer the last message again with the next seed; the same seed would give the same text."""
+        before = self.conversation.copy()
+        if not self.conversation.regen():
+            reply("there is nothing to answer yet")
+            return
+        seed = self.session.seed + 1
+        seed = seed if seed < 1 << 64 and seed != RANDOM_SEED else 0
+        self.session.settings = self.session.settings.above({"seed": seed}, HERE)
+        is_greedy = self.session.sampling.temperature == 0
+        reply("temperature 0: the answer will be the same" if is_greedy else f"seed {seed}")
+        self._answer(before)
+
+    def go_on(self) -> None:
+        """Go on with the last answer, which was cut or stopped."""
+        before = self.conversation.copy()
+        prefix = before.last_answer
+        if not prefix.strip():
+            reply("there is no answer to go on with")
+            return
+        self._answer(before, prefix)
+
+    def _answer(self, before: Conversation, prefix: str = "") -> None:
+        """Fit, generate, print, remember. `before`: what to return to when there is no answer; `prefix`: its begin."""
+        try:
+            self._make_room()
+            reasoning, text = self._generate(prefix)
+        except BaseException:
+            self.conversation = before
+            raise
+        if prefix:
+            self.conversation.continue_answer(text)
+            if not text:
+                note("the answer was complete: the model adds nothing")
+        elif text:
+            self.conversation.answer(text, reasoning)
+        else:
+            self.conversation = before
+            note(f"no answer{' after the reasoning' if reasoning else ''}; the message is dropped")
+        self.session.show_end(self.last, in_chat=True)
+
+    def _make_room(self) -> None:
+        model, wanted = self.session.model, self.session.options.max_tokens
+        reserve = min(wanted or LEAST_ANSWER, model.context_length // 4)
+        dropped = fit_context(
+            self.conversation, lambda messages: len(self.session.encode(messages)), model.context_length, reserve
+        )
+        if dropped:
+            oldest = counted(dropped, "exchange")
+            note(f"the context of {model.context_length} tokens is full: dropped the oldest {oldest}")
+
+    def _generate(self, prefix: str) -> tuple[str, str]:
+        """(the reasoning, the answer behind `prefix`)."""
+        session = self.session
+        prompt_ids = session.encode(self.conversation.messages)
+        options = replace(session.options, logprobs=False)
+        printer = session.printer(prompt_ids, prefix)
+        answer = session.model.stream(prompt_ids, session.sampling, options)
+        self.last = answer.stats
+        if printer.print_all(answer):
+            note("stopped")
+        return printer.parts
+
+
+class SavedChat:
+    """The file of a conversation.
+
+    Raises StateError, before a model is loaded, for a file that is something else, or where none can be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        nearest = next(folder for folder in path.absolute().parents if folder.exists())
+        with write_errors(path), TemporaryFile(dir=nearest):
+            pass  # a missing folder is made with the first answer
+        self._path = path
+        self._state_path = path.with_name(path.name + STATE_SUFFIX)
+        self._conversation = Conversation.load(path) if path.exists() else None
+        self._stamp = self._found_stamp()
+        self._is_changed = False
+
+    def begin(self, chat: Chat, system: str | None) -> None:
+        """Continue the conversation, with `system` in place of its system prompt where one is given."""
+        if self._conversation is None:
+            return
+        if system is not None:
+            self._conversation.system = system
+        chat.conversation = self._conversation
+        note(f"continuing {self._path}: {counted(chat.conversation.num_exchanges, 'exchange')}")
+        if not self._state_path.exists():
+            return
+        try:
+            chat.session.model.load_state(self._state_path)
+        except EdgespecError as exc:
+            detail(str(exc))
+
+    def keep(self, chat: Chat) -> None:
+        """Write the conversation. Raises StateError when it cannot be written, or another program changed the file."""
+        if not chat.conversation.turns and self._stamp is None:
+            return
+        if self._found_stamp() != self._stamp:
+            raise StateError(
+                f"another program changed {self._path}: keep this conversation with /save and another name"
+            )
+        chat.conversation.save(self._path)
+        self._stamp = self._found_stamp()
+        self._is_changed = True
+
+    def end(self, chat: Chat) -> None:
+        """Write the state, if the conversation went on."""
+        if self._is_changed:
+            chat.session.model.save_state(self._state_path)
+
+    def _found_stamp(self) -> tuple[int, int, int] | None:
+        """What tells whether the file is still the one that was read or written here; None where there is none."""
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            raise StateError(f"the conversation {self._path} cannot be read: {exc.strerror}") from exc
+        return found.st_ino, found.st_size, found.st_mtime_ns

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,22 +10,28 @@ from typing import Any, NamedTuple
 from edgespec.chat.conversation import Conversation
 from edgespec.cli import aligned, printable
 from edgespec.cli.answer import readable
-from edgespec.cli.dialogue import Chat
 from edgespec.cli.models import card
-from edgespec.cli.options import sampling_of, show
-from edgespec.cli.session import open_session, require_chat_template, show_beginning
+from edgespec.cli.options import show
+from edgespec.cli.session import (
+    CHANGEABLE_LATER,
+    HERE,
+    Chat,
+    completed,
+    open_session,
+    require_chat_template,
+    show_beginning,
+)
 from edgespec.cli.stdin import file_text
-from edgespec.cli.terminal import configuration_line, counted, reply, stats_lines
-from edgespec.config.options import BY_KEY, OF_ONE_MODEL, PRINTING, SETTINGS, STRUCTURE
+from edgespec.cli.terminal import configuration, counted, reply, stats_lines
+from edgespec.config.options import BY_KEY, OF_ONE_MODEL, SETTINGS, fresh_seed
 from edgespec.config.sources import Settings, find
 from edgespec.config.table import CALLED, Setting, did_you_mean
 from edgespec.config.values import RANDOM_SEED
 from edgespec.errors import ConfigError, EdgespecError, StateError
 from edgespec.loading.registry import SUFFIXES, is_known
 from edgespec.platform.files import exists, expanded
+from edgespec.platform.machine import reset_peak
 
-# Settings of `load` that a generation can override as well.
-_CHANGEABLE_LATER = ("drafter", "draft_length", "verify")
 _SHOWN_CHARACTERS = 200  # of a message that is taken back
 _SHOWN_TURNS = 20  # messages of a loaded conversation that are printed
 _ALIASES = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
@@ -58,7 +63,7 @@ def run_slash(chat: Chat, line: str) -> bool:
 
 def _nearest(name: str) -> str:
     setting = BY_KEY.get(name[1:].replace("-", "_"))
-    if setting is not None and (setting.part != "load" or setting.name in _CHANGEABLE_LATER):
+    if setting is not None and (setting.part != "load" or setting.name in CHANGEABLE_LATER):
         return f"; did you mean '/set {setting.key} VALUE'?"
     return did_you_mean(name, COMMANDS)
 
@@ -144,12 +149,10 @@ def _set(chat: Chat, argument: str) -> None:
     value = setting.read(text.strip(), f"/set {setting.key}")
     if setting.name == "seed" and value == RANDOM_SEED:
         _unset(chat, name)
-        return
-    if setting.part == "load" and setting.name not in _CHANGEABLE_LATER:
+    elif setting.part == "load" and setting.name not in CHANGEABLE_LATER:
         _load_again(chat, {setting.name: value})
-        return
-    _change(chat, setting, value)
-    _say(chat, setting)
+    else:
+        _change(chat, setting, chat.session.settings.above({setting.name: value}, HERE))
 
 
 def _model(chat: Chat, argument: str) -> None:
@@ -165,18 +168,15 @@ def _load_again(chat: Chat, changes: Mapping[str, Any]) -> None:
     kept = before.settings.without(name for name, source in before.settings.sources.items() if "recommended" in source)
     if "model" in changes:
         kept = kept.without(OF_ONE_MODEL)
-    settings = Settings({**kept.values, **changes}, {**kept.sources, **dict.fromkeys(changes, "this chat")})
+    settings = kept.above(changes, HERE)
     require_chat_template(settings, is_chat=True)  # before the model that is loaded makes room
     before.model.close()
+    reset_peak()  # the next answers tell that of their own model
     try:
         chat.session = open_session(settings, remembers=True)
     except EdgespecError:
         chat.session = open_session(before.settings, remembers=True)
         raise
-    finally:
-        chat.session.options, chat.session.shown = before.options, before.shown
-        if "model" not in changes:
-            chat.session.sampling = before.sampling
     show_beginning(chat.session)
 
 
@@ -184,42 +184,20 @@ def _unset(chat: Chat, argument: str) -> None:
     if not argument:
         raise ConfigError("/unset needs the name of a setting, such as: /unset json-schema")
     setting = find(argument, "/unset")
-    model = chat.session.model
-    if setting.name == "seed":
-        value: Any = sampling_of(chat.session.settings.without(("seed",))).seed
-    elif setting.name in model.pair.recommended:
-        value = model.pair.recommended[setting.name]
-    else:
-        value = None if setting.name in _CHANGEABLE_LATER else setting.default
-    _change(chat, setting, value)
-    _say(chat, setting)
+    rest = chat.session.settings.without((setting.name,))
+    _change(chat, setting, completed(rest, chat.session.model, fresh_seed()))
 
 
-def _change(chat: Chat, setting: Setting, value: Any) -> None:
-    """Use a value from the next answer on.
-
-    Raises ConfigError for a setting of loading, a value out of range or a bad schema, CapabilityError for a drafter
-    that this model does not have.
-    """
-    session, change = chat.session, {setting.name: value}
+def _change(chat: Chat, setting: Setting, settings: Settings) -> None:
+    """Use `settings` from the next answer on, and say what `setting` is then. Raises as `Session.use`."""
     if setting.part == "serve":
         raise ConfigError(f"{setting.key} is a setting of edgespec serve: it changes nothing in a chat")
-    if setting.name == "system":
-        chat.conversation.system = value
-    elif setting.part == "sampling":
-        session.sampling = dataclasses.replace(session.sampling, **change)
-    elif setting.part == "generate" or setting.name in _CHANGEABLE_LATER:
-        changed = dataclasses.replace(session.options, **change)
-        session.model.check_drafter(changed)  # here, and not at the next message
-        if setting.name in STRUCTURE:
-            session.model.check_structure(changed)
-        session.options = changed
-    elif setting.name in PRINTING or setting.name == "thinking":
-        if setting.name == "thinking" and value is not None:
-            session.require_switch()
-        session.shown = dataclasses.replace(session.shown, **change)
-    else:
+    if (setting.part == "load" and setting.name not in CHANGEABLE_LATER) or setting.name == "chat_template":
         raise ConfigError(f"{setting.key} cannot change while the model is loaded: /set gives it a value")
+    chat.session.use(settings)
+    if setting.name == "system":
+        chat.conversation.system = settings.values.get("system")
+    _say(chat, setting)
 
 
 def _say(chat: Chat, setting: Setting) -> None:
@@ -242,37 +220,24 @@ def _show(chat: Chat, argument: str) -> None:
     if argument in ("info", "license", "modelfile"):
         _table([*card(session.model.options, session.model.pair)])
         return
-    reply(configuration_line(session.model, session.sampling, session.options))
+    reply(configuration(session.model, session.sampling, session.options))
     present = [(setting, _present(chat, setting)) for setting in SETTINGS if setting.part != "serve"]
-    _table([(s.key, _spelled(value), _origin(chat, s, value)) for s, value in present if value not in (None, ())])
+    sources = session.settings.sources
+    _table([(s.key, _spelled(v), sources.get(s.name, "")) for s, v in present if v not in (None, ())])
 
 
 def _present(chat: Chat, setting: Setting) -> Any:
     """A setting's present value; None when it is left to the model."""
-    session = chat.session
     if setting.name == "system":
         return chat.conversation.system
-    if setting.name in _CHANGEABLE_LATER and getattr(session.options, setting.name) is not None:
-        return getattr(session.options, setting.name)
-    owners = {
-        "load": session.model.options,
-        "sampling": session.sampling,
-        "generate": session.options,
-        "session": session.shown,
-    }
-    return getattr(owners[setting.part], setting.name)
+    given = chat.session.settings
+    if setting.part == "load" and given.sources.get(setting.name) != HERE:
+        return getattr(chat.session.model.options, setting.name)
+    return given.values.get(setting.name, setting.default)
 
 
 def _spelled(value: Any) -> str:
     return ", ".join(map(repr, value)) if isinstance(value, tuple) else show(value)
-
-
-def _origin(chat: Chat, setting: Setting, value: Any) -> str:
-    """Where a value comes from; nothing for a default."""
-    given = chat.session.settings
-    if given.values.get(setting.name) == value:
-        return given.sources[setting.name]
-    return "" if value == setting.default else "this chat"
 
 
 def _stats(chat: Chat, argument: str) -> None:

@@ -7,11 +7,9 @@ import re
 import select
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
-
-import click
+from typing import TYPE_CHECKING
 
 from edgespec.cli import has_escapes
 from edgespec.cli.terminal import counted, note
@@ -28,10 +26,8 @@ FIRST_BYTE_S = 10.0
 _HINT = "Type a message. /help lists commands, Ctrl-D leaves"  # in the first empty prompt
 
 
-class ReadLine(Protocol):
-    """Shows a prompt and reads one line. Raises EOFError at the end of input."""
-
-    def __call__(self, prompt: str) -> str: ...
+ReadLine = Callable[[str], str]
+"""Shows a prompt and reads one line. Raises EOFError at the end of input."""
 
 
 def is_interactive() -> bool:
@@ -46,7 +42,7 @@ def line_reader(commands: Sequence[str]) -> ReadLine:
         return _terminal_reader(commands)
     if is_interactive():
         note(_HINT)
-    return _plain_reader()
+    return _plain_line
 
 
 def file_text(name: str, source: str) -> str:
@@ -107,23 +103,13 @@ def _terminal_reader(commands: Sequence[str]) -> ReadLine:
     return read
 
 
-def _plain_reader() -> ReadLine:
-    asks = sys.stdin.isatty()
-
-    def read(prompt: str) -> str:
-        if asks:
-            click.echo(prompt, nl=False, err=True)
-        line = sys.stdin.buffer.readline()
-        if not line:
-            if asks:
-                click.echo(err=True)
-            raise EOFError
-        try:
-            return line.decode().rstrip("\r\n")
-        except UnicodeDecodeError as exc:
-            raise PromptError(f"the message is not UTF-8 text: {exc.reason} at byte {exc.start} of its line") from exc
-
-    return read
+def _plain_line(prompt: str) -> str:
+    if not (line := sys.stdin.buffer.readline()):
+        raise EOFError
+    try:
+        return line.decode().rstrip("\r\n")
+    except UnicodeDecodeError as exc:
+        raise PromptError(f"the message is not UTF-8 text: {exc.reason} at byte {exc.start} of its line") from exc
 
 
 def open_history(path: Path) -> History:

@@ -11,15 +11,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
 import click
 
-from edgespec.cli import has_escapes, printable, wrapped
+from edgespec.cli import has_escapes, printable
 from edgespec.config.options import GenerateOptions
-from edgespec.config.values import LOSSY, RuleName
+from edgespec.config.values import LOSSY
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -56,8 +55,8 @@ def verbosity() -> Verbosity:
 
 
 def reply(text: str) -> None:
-    """Dimmed lines on stderr that answer what the user typed; in a terminal they are wrapped at words."""
-    text = wrapped(printable(text))
+    """Dimmed lines on stderr that answer what the user typed"""
+    text = printable(text)
     click.echo(click.style(text, dim=True) if has_escapes() else text, err=True)
 
 
@@ -74,8 +73,8 @@ def detail(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """One error line on stderr; in a terminal it is wrapped at words."""
-    click.echo(wrapped(printable(f"error: {' '.join(text.split())}")), err=True)
+    """One error line on stderr."""
+    click.echo(printable(f"error: {' '.join(text.split())}"), err=True)
 
 
 def counted(count: int, noun: str) -> str:
@@ -83,48 +82,38 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def short_configuration(model: Model, options: GenerateOptions) -> str:
-    """The model and what runs it; of the rest only what changes a text, or rules out speculation."""
-    drafter = options.drafter or model.drafter_name
-    rule = options.verify or model.options.verify
-    device = model.target.facts.device
-    parts = [f"{model.pair.name} on {runner(model.pair.files['target'])}" + (f", {device}" if device != "cpu" else "")]
-    if not model.target.facts.writes:
-        parts.append("embeddings only")
-    elif not model.target.facts.can_speculate:
-        parts.append("no speculation (the model cannot roll back)")
-    elif drafter == "none":
-        parts.append("drafter none")
-    if rule in LOSSY:
-        parts.append(f"verify {rule} (changes the text)")
-    return " | ".join(parts)
-
-
 def runner(file: ModelFile) -> str:
     """What runs a model file, for people."""
     return "llama.cpp" if file.engine == "llamacpp" else "edgespec's kernels" if file.is_gguf else "ONNX Runtime"
 
 
-def configuration_line(model: Model, sampling: Sampling, options: GenerateOptions) -> str:
-    """The whole effective configuration in one line."""
+def configuration(model: Model, sampling: Sampling, options: GenerateOptions, *, whole: bool = True) -> str:
+    """The effective configuration in one line; else of what runs the model only what changes a text, or rules out
+    speculation.
+    """
     facts, engine = model.target.facts, runner(model.pair.files["target"])
     drafter = options.drafter or model.drafter_name
     rule = options.verify or model.options.verify
+    if not whole:
+        parts = [f"{model.pair.name} on {engine}" + (f", {facts.device}" if facts.device != "cpu" else "")]
+        if not facts.writes:
+            parts.append("embeddings only")
+        elif not facts.can_speculate:
+            parts.append("no speculation (the model cannot roll back)")
+        elif drafter == "none":
+            parts.append("drafter none")
+        return " | ".join([*parts, *([f"verify {rule} (changes the text)"] if rule in LOSSY else [])])
     length = model.options.draft_length if options.draft_length is None else options.draft_length
-    parts = (
-        model.pair.name,
-        f"{engine} on {facts.device}, threads {facts.threads}, context {facts.context_length}",
-        f"drafter {drafter}" if drafter == "none" else f"drafter {drafter}, draft length {length}, rule {rule}",
-        _mode(model, rule),
-        "random seeds" if sampling.seed is None else f"seed {sampling.seed}",
+    mode = "fastest mode" if facts.pinned_class is None else "reproducible"
+    return " | ".join(
+        (
+            model.pair.name,
+            f"{engine} on {facts.device}, threads {facts.threads}, context {facts.context_length}",
+            f"drafter {drafter}" if drafter == "none" else f"drafter {drafter}, draft length {length}, rule {rule}",
+            mode if rule == "coupled" else "not reproducible",
+            "random seeds" if sampling.seed is None else f"seed {sampling.seed}",
+        )
     )
-    return " | ".join(parts)
-
-
-def _mode(model: Model, rule: RuleName) -> str:
-    if rule != "coupled":
-        return "not reproducible"
-    return "fastest mode" if model.target.facts.pinned_class is None else "reproducible"
 
 
 def length_note(stats: Stats, options: GenerateOptions, *, in_chat: bool = False) -> str | None:
@@ -218,25 +207,20 @@ def report_progress(text: str) -> bool:
 # -- Ctrl-C while an answer is being made: the first one ends the answer, a second one the program
 
 
-@dataclass(slots=True)
-class Interruption:
-    """`happened` turns true with the first Ctrl-C; the loop that prints events looks at it between two of them."""
-
-    happened: bool = False
-
-
 @contextmanager
-def stops(cancel: Callable[[], None]) -> Iterator[Interruption]:
-    """Within the block, Ctrl-C calls `cancel` instead of raising; a second one raises KeyboardInterrupt."""
-    interruption = Interruption()
+def stops(cancel: Callable[[], None]) -> Iterator[threading.Event]:
+    """Within the block, Ctrl-C calls `cancel` instead of raising, and sets the event, at which the block looks and does
+    not wait for it: the handler runs in its thread. A second one raises KeyboardInterrupt.
+    """
+    interruption = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield interruption
         return
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
-        if interruption.happened:
+        if interruption.is_set():
             raise KeyboardInterrupt
-        interruption.happened = True
+        interruption.set()
         cancel()
 
     previous = signal.signal(signal.SIGINT, on_interrupt)

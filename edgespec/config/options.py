@@ -490,12 +490,40 @@ class SessionOptions:
 @refuses_unknown(ConfigError)
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Who may call the server besides local programs and pages, and for how long it keeps its models.
+    """Where the server listens, who may call it, and for how long it keeps its models. --help says more.
 
-    `cors_origin`: web pages; `allowed_host`: names of this machine in the Host header; `idle_unload`: None or negative
-    for never; `models_max`: models loaded at once.
-    Raises ConfigError for an empty name, for 0 seconds, and for no model.
+    Raises ConfigError for a value that is not allowed.
     """
+
+    host: str = _serve("127.0.0.1", "--host ADDRESS", "Address to listen on [127.0.0.1: this machine only]", basic=True)
+    port: int = _serve(8080, "--port", "Port; 0 chooses a free one", basic=True, check=number(0, 65535))
+    api_key: str | None = _serve(
+        None, "--api-key KEY", "Key that clients must send; better in EDGESPEC_API_KEY [any key]", basic=True
+    )
+    alias: tuple[str, ...] = _serve(
+        (), "--alias NAME", "Name for clients; NAME=MODEL: of another model [its own]", basic=True, check=as_texts
+    )
+    parallel: NumSequences | None = _serve(
+        None,
+        "-np --parallel N",
+        "Answers generated at once, each with its own context; others wait [up to 4 on our kernels, else 1]",
+        basic=True,
+        check=number(1, MAX_PARALLEL, words=("auto",)),
+    )
+    max_queue: int = _serve(
+        32, "--max-queue", "Requests that may wait; more get 429", basic=True, check=number(0, 4096)
+    )
+    timeout: float = _serve(
+        3600.0,
+        "--timeout S",
+        "Seconds per request, waiting included",
+        basic=True,
+        check=number(0.001, _MAX_WAIT_S, is_whole=False),
+    )
+    exit_with_stdin: bool = _serve(
+        False, "--exit-with-stdin", "Exit when standard input closes: the parent has ended", basic=True
+    )
+    stdio: bool = _serve(False, "--stdio", "Speak JSON lines on standard streams instead of HTTP", basic=True)
 
     cors_origin: tuple[str, ...] = _serve(
         (),
@@ -524,6 +552,8 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         check_values(self)
+        if self.api_key == "":
+            raise ConfigError("the API key is empty: give --api-key a key, or leave it and EDGESPEC_API_KEY out")
         if self.idle_unload == 0:
             raise ConfigError("idle-unload must be a number of seconds, or -1 for never, got 0")
 

@@ -15,8 +15,8 @@ from edgespec.errors import ConfigError
 from edgespec.platform.files import exists, expanded, is_file, read_text, user_folder
 
 ENVIRONMENT_PREFIX = "EDGESPEC_"
-# Variables that are no settings: where things lie, a real model for the tests that want one, the key of `serve`.
-PLACES = ("CONFIG", "HOME", "KERNELS", "MODELS", "TEST_MODEL", "API_KEY")
+# Variables that are no settings: where things lie and a real model for the tests that want one.
+PLACES = ("CONFIG", "HOME", "KERNELS", "MODELS", "TEST_MODEL")
 _NAMED = ("model", "draft", "medium")  # a path, or the name that a model goes by here
 
 
@@ -35,6 +35,10 @@ class Settings:
         """These settings with `defaults` (a model's recommended values) filled in underneath."""
         known = {find(key, source).name: value for key, value in defaults.items()}
         return Settings({**known, **self.values}, {**dict.fromkeys(known, source), **self.sources})
+
+    def above(self, values: Mapping[str, Any], source: str) -> Settings:
+        """These settings with other `values` for some of them."""
+        return Settings({**self.values, **values}, {**self.sources, **dict.fromkeys(values, source)})
 
     def without(self, names: Iterable[str]) -> Settings:
         """These settings as if nobody had given those of `names`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType, UnionType
@@ -53,23 +53,16 @@ class Section:
         does not say all.
         """
         words = flags.split()
-        about = {
-            "part": self.part,
-            "group": self.title,
-            "flags": tuple(word for word in words if word.startswith("-")),
-            "metavar": "".join(word for word in words if not word.startswith("-")),
-            "help": help,
-            "is_basic": basic,
-            "kind": kind,
-            "check": check,
-        }
-        made: Value = field(default=default, metadata=about)
+        spelled = tuple(word for word in words if word.startswith("-"))
+        metavar = "".join(word for word in words if not word.startswith("-"))
+        about = Setting("", default, kind or "text", (), self.part, self.title, spelled, metavar, help, basic, check)
+        made: Value = field(default=default, metadata={"setting": about, "kind": kind})
         return made
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a `Section` was told of the field `name`, and what its type says."""
+    """What a `Section` was told of the field `name`, and what its type says: `kind` and `choices`."""
 
     name: str
     default: Any
@@ -126,11 +119,11 @@ def settings_of(owner: Hashable) -> tuple[Setting, ...]:
     """The options of a dataclass."""
     types, found = get_type_hints(owner), []
     for each in fields(owner):  # type: ignore[arg-type]  # a class
-        if about := dict(each.metadata):
-            kind, choices = _kind_of(types[each.name])
-            kind = about.pop("kind") or kind
-            about["check"] = about["check"] or (one_of(*choices) if choices else _CHECKS.get(kind))
-            found.append(Setting(each.name, each.default, kind, choices, **about))
+        if (about := each.metadata.get("setting")) is not None:
+            typed, choices = _kind_of(types[each.name])
+            kind = each.metadata["kind"] or typed
+            check = about.check or (one_of(*choices) if choices else _CHECKS.get(kind))
+            found.append(replace(about, name=each.name, kind=kind, choices=choices, check=check))
     return tuple(found)
 
 

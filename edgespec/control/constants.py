@@ -25,8 +25,6 @@ TRIAL_TOKENS, MOST_TRIAL_TOKENS = 3.5, 12.0  # what a paid drafter may lose at f
 KNOWN_DRAFTS = 3  # drafts until what a paid drafter gains is more than a guess
 READING_ROUNDS = 16  # rounds over which a paid drafter's reading of missed text is spread
 USUAL_CONFIDENCE = 0.8  # of a first draft's tokens
-# A second choice is rarely accepted more than one time in ten, and trying it costs time: trees need cheaper rows.
-CHEAP_ROW = 0.03  # most that a row may cost for trees, in plain passes
 
 # -- confidence: evidence to probability
 MOST_PROBABILITY = 0.995  # no token is certain, nor impossible
@@ -39,6 +37,7 @@ ERROR_MEMORY = 0.9  # decay of the recent error
 # -- cost of passes and drafts
 DRIFT_RATE, PLAIN_RATE = 0.05, 0.15  # learning rates of the machine's pace: per pass over several rows, per plain pass
 FORMER_PASSES, MOST_OWN_PASSES = 2.0, 32.0  # passes that earlier knowledge of a width counts for; most remembered
+PRICE_STEP = 0.005  # change of what passes cost, in plain passes, from which on prices are made anew
 LIKENESS = 0.35  # octaves of further rows over which the influence of a pass on other widths decays
 MOST_SURPRISE = 0.3  # largest deviation that a single pass counts for, in logarithms of its time
 COST_RATE, MOST_DRAFT_SURPRISE = 0.1, 2.0  # learning rate per draft or round; largest surprise, in logarithms

@@ -14,10 +14,9 @@ import numpy as np
 
 from edgespec.config.options import GenerateOptions, LoadOptions
 from edgespec.config.values import DrafterName, DraftLength
-from edgespec.control import constants as c
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Controller, FixedLength
-from edgespec.control.cost import BEND, CostCurve, DraftCost, guessed_plain_s
+from edgespec.control.cost import CostCurve, DraftCost, guessed_plain_s
 from edgespec.control.prices import RunCosts
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import Drafter
@@ -241,13 +240,8 @@ class DrafterPool:
 
     @property
     def names(self) -> list[DrafterName]:
-        """The drafters that `auto` chooses from: all of this pair, those that need many rows only if rows are cheap.
-
-        Elsewhere they could never be chosen, and probing them now and then would cost time.
-        """
-        wide_s, plain_s = self.costs.curve.at(1 + BEND), self.costs.curve.at(1)
-        has_cheap_rows = self._target.engine.most_branches > 0 and wide_s < (1 + BEND * c.CHEAP_ROW) * plain_s
-        return [name for name in AUTOMATIC if (has_cheap_rows or SPECS[name].cost != "rows") and self._can_have(name)]
+        """The drafters that `auto` chooses from: all of this pair that may gain beside others."""
+        return [name for name in AUTOMATIC if self._can_have(name)]
 
     def _can_have(self, name: DrafterName) -> bool:
         """Whether the drafter was opened, or can be made of what was."""

@@ -80,10 +80,9 @@ class DrafterSpec:
     `needs`: beside the target; the last one is what it runs. `owns`: an engine of its own, or nothing that runs on an
     engine (tables and heads, or the draft model borrowed from drafter `model`). `cost` of
     drafting: next to nothing ("free"), passes of a model or a head ("passes"), or further rows of the
-    target's pass, which pay only where a row costs next to nothing ("rows"). `engines`: of the target. `is_made`: on
-    demand, from nothing or from drafter `model`; else it is opened when the pair is loaded. `auto` takes what was
-    opened or can be made, of cost "rows" only where rows are cheap, unless it is not `in_auto`. `bytes_per_token`: most
-    that its tables take per token, of at most `most_tokens`.
+    target's pass ("rows"). `engines`: of the target. `is_made`: on demand, from nothing or from drafter `model`; else
+    it is opened when the pair is loaded. `auto` takes what was opened or can be made, unless it is not `in_auto`.
+    `bytes_per_token`: most that its tables take per token, of at most `most_tokens`.
     """
 
     needs: tuple[Need, ...] = ()
@@ -128,8 +127,9 @@ SPECS: dict[DrafterName, DrafterSpec] = {
     "hierarchical": DrafterSpec((DRAFT, MEDIUM), "engine"),
     "medusa": DrafterSpec((HEADS,)),
     "eagle": DrafterSpec((HEADS,)),
-    "tree": DrafterSpec((DRAFT,), cost="rows", is_made=True),
-    "lookahead": DrafterSpec(cost="rows", is_made=True, bytes_per_token=800, most_tokens=1 << 15),
+    # Beside the others neither gains anything on real texts, however cheap a row is (docs/benchmarks/control.md).
+    "tree": DrafterSpec((DRAFT,), cost="rows", is_made=True, in_auto=False),
+    "lookahead": DrafterSpec(cost="rows", is_made=True, bytes_per_token=800, most_tokens=1 << 15, in_auto=False),
 }
 FALLBACK: DrafterName = "ngram"  # with a fixed draft length and no draft; it needs nothing and works on any text
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import ModelFileError
+from edgespec.errors import ModelFileError, shown
 
 CHAT_TEMPLATE = "chat_template.jinja"
 FOLDER_FIX = "give a folder as Hugging Face models are stored"
@@ -30,7 +30,7 @@ def read_json(path: Path, *, fix: str = FOLDER_FIX) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:  # ValueError: JSON, UTF-8, an integer without end
         raise ModelFileError(f"{path} cannot be read as JSON: {error}; {fix}") from error
     if not isinstance(value, dict):
-        raise ModelFileError(f"{path} holds a {type(value).__name__}, an object was expected; {fix}")
+        raise ModelFileError(f"{path} holds {shown(value)}, an object was expected; {fix}")
     return value
 
 

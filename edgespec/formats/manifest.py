@@ -123,6 +123,7 @@ class _File(Struct, forbid_unknown_fields=True):
 
 
 _Files = dict[Literal["target", "draft", "medium"], _File]
+_Recommended = Literal["temperature", "top_k", "top_p", "min_p", "repeat_penalty", "frequency_penalty"]
 
 
 class _Manifest(Struct, forbid_unknown_fields=True):
@@ -140,7 +141,7 @@ class _Manifest(Struct, forbid_unknown_fields=True):
     files: _Files = {}
     onnx: _Files = {}
     heads: dict[Literal["medusa", "eagle"], _File] = {}
-    sampling: dict[Literal["temperature", "top_k", "top_p", "min_p", "repeat_penalty"], int | float] = {}
+    sampling: dict[_Recommended, int | float] = {}
     figures: dict[str, Any] = {}
 
 

@@ -116,6 +116,7 @@ _HUBS = ("huggingface.co", "hf.co", "www.huggingface.co")
 _ADDRESS = re.compile(r"https?://([^/]+)/([^/]+/[^/]+)(?:/(?:blob|resolve|raw|tree)/([^/]+)(?:/(.+))?)?/?")
 _NAME = re.compile(r"[^\W_]([\w.-]{0,98}[\w-])?")
 MOST_NAME_BYTES = 200  # file systems allow 255, and parts are added to it
+_OLLAMAS = re.compile(r"(.+?)(?:-(?:instruct|it))?(?:-(q\d\w*|f16|bf16))?", re.IGNORECASE)  # qwen3:8b-q8_0
 _RESERVED = re.compile(r"(con|prn|aux|nul|(com|lpt)\d)(\..*)?", re.IGNORECASE)  # Windows has devices of these names
 
 
@@ -151,8 +152,9 @@ def parse(text: str) -> Reference:
         return Reference(text, entry, entry.repo, wanted)
     if REPO.fullmatch(base):
         return Reference(text, None, base, wanted)
-    if (called := entry_called(text)) is not None:
-        return Reference(text, called, called.repo, "")
+    tag = _OLLAMAS.fullmatch(text)
+    if tag is not None and (called := entry_called(tag[1])) is not None:
+        return Reference(text, called, called.repo, tag[2] or "")
     near = difflib.get_close_matches(base.lower(), entries(), 3)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ModelNotFound(

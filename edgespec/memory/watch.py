@@ -154,7 +154,7 @@ class MemoryReport:
         return peak_rss_bytes()
 
 
-def plan_object(fitted: Fitted) -> dict[str, Any]:
+def plan_object(fitted: Fitted | MemoryReport) -> dict[str, Any]:
     """A plan as JSON; sizes in bytes."""
     plan, verdict = fitted.plan, fitted.verdict
     return {

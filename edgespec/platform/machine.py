@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -209,6 +210,12 @@ def above_lowest(classes: Iterable[int]) -> int | None:
     """How many are above the lowest; None where all are equal. A phone's fastest core alone would be too few."""
     found = list(classes)
     return sum(each > min(found) for each in found) or None
+
+
+def reset_peak() -> None:
+    """Let `peak_rss_bytes` tell of what comes from now on, where the system can (Linux)."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_rss_bytes() -> int:

@@ -90,41 +90,37 @@ def timings(stats: Stats, drafted: Mapping[str, int] | None = None) -> dict[str,
 
 
 @dataclass(slots=True)
-class Piece:
-    """What became certain at once: reasoning, text, whole tool calls, and the tokens that the text is made of.
-
-    `tokens`: only with log probabilities; `shares`: the text by token, each with the drafter that proposed it or None.
-    `reasoning_tokens` and `reasoning_shares` are the same of the reasoning, its marks included. `progress`: how much of
-    the prompt is read, for jobs that tell it, in a piece of its own before all others.
-    """
-
-    text: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-    tokens: list[TokenEvent] = field(default_factory=list)
-    shares: list[tuple[str, str | None]] = field(default_factory=list)
-    reasoning: str = ""
-    reasoning_tokens: list[TokenEvent] = field(default_factory=list)
-    reasoning_shares: list[tuple[str, str | None]] = field(default_factory=list)
-    progress: PromptProgress | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self.text or self.calls or self.tokens or self.reasoning or self.reasoning_tokens)
-
-
-@dataclass(slots=True)
 class Part:
-    """One part of an answer, as protocols show it that have items or blocks. `is_last`: it was open at the end."""
+    """One part of an answer. `tokens`: those that its text is made of, marks of reasoning included, with log
+    probabilities only. `is_last`: it was open at the end.
+    """
 
     kind: Literal["reasoning", "text", "call"]
     text: str = ""
     call: ToolCall | None = None
+    tokens: list[TokenEvent] = field(default_factory=list)
     is_last: bool = False
 
 
-class Event(NamedTuple):
-    """What becomes of a part: it begins, grows by `text`, ends; a call is `whole` at once."""
+@dataclass(slots=True)
+class Delta:
+    """What became certain at once of a `part`: more of its text and tokens, or a whole call.
 
-    what: Literal["begins", "grows", "ends", "whole"]
+    `shares`: the text by token, each with the drafter that proposed it or None. `progress`: how much of the prompt is
+    read, for jobs that tell it, in a delta of its own before all others.
+    """
+
+    part: Part
+    text: str = ""
+    tokens: list[TokenEvent] = field(default_factory=list)
+    shares: list[tuple[str, str | None]] = field(default_factory=list)
+    progress: PromptProgress | None = None
+
+
+class Event(NamedTuple):
+    """What becomes of a part: it begins, grows by `text`, ends."""
+
+    what: Literal["begins", "grows", "ends"]
     part: Part
     text: str = ""
 
@@ -132,24 +128,18 @@ class Event(NamedTuple):
 async def events(answer: Answer) -> AsyncIterator[Event]:
     """The answer as its parts come, of which one is open at a time. An empty answer has one empty text."""
     opened: Part | None = None
-    async for piece in answer.pieces():
-        for part in (Part("reasoning", piece.reasoning), Part("text", piece.text)):
-            if not part.text:
-                continue
-            if opened is None or opened.kind != part.kind:
-                if opened is not None:
-                    yield Event("ends", opened)
-                opened = Part(part.kind)
-                yield Event("begins", opened)
-            opened.text += part.text
-            yield Event("grows", opened, part.text)
-        for call in piece.calls:
+    async for delta in answer.deltas():
+        part = delta.part
+        if not delta.text and part.call is None:
+            continue
+        if opened is not part:
             if opened is not None:
                 yield Event("ends", opened)
-                opened = None
-            yield Event("whole", Part("call", call=call))
+            yield Event("begins", part)
+        opened = part
+        yield Event("grows", part, delta.text if part.call is None else part.call.arguments)
     if opened is not None:
-        opened.is_last = True
+        opened.is_last = opened.call is None
         yield Event("ends", opened)
     if not (answer.text.strip() or answer.calls or (opened is not None and opened.kind == "text")):
         empty = Part("text", is_last=True)
@@ -158,7 +148,7 @@ async def events(answer: Answer) -> AsyncIterator[Event]:
 
 
 class Answer:
-    """The answer of one ticket: iterate over `pieces` once; everything else is complete after that.
+    """The answer of one ticket: iterate over `deltas` once; everything else is complete after that.
 
     `splitter`: None leaves the text as it is; `parallel`: whether one answer may hold several calls.
     """
@@ -172,20 +162,36 @@ class Answer:
         parallel: bool = True,
     ) -> None:
         self.ticket = ticket
-        self.text = self.reasoning = ""
+        self.parts: list[Part] = []
         self.num_predicted = 0  # tokens that were taken from the request's `prediction`
-        self.calls: list[ToolCall] = []
-        self.tokens: list[TokenEvent] = []
-        self.reasoning_tokens: list[TokenEvent] = []
         self._vocabulary, self._parallel = vocabulary, parallel
         self._splitter = AnswerSplitter(vocabulary) if splitter is None else splitter
-        self._num_before = 0  # tokens before the answer began
+        self._num_before, self._has_reasoned = 0, False  # tokens before the answer began
         self._shown = _ShownTokens(vocabulary)
-        self._unsorted: list[tuple[TokenEvent, int]] = []  # shown before it is known what the answer begins with
+        self._unsorted: list[tuple[TokenEvent, str | None]] = []  # before it is known what the answer begins with
         self._end: TokenEvent | None = None
         self._token_ids: list[int] = []
         self._num_characters = 0  # of the text, reasoning and marks included
         self._is_cut = False  # the calls are complete: what the model writes after them is dropped
+
+    def _texts(self, kind: str) -> str:
+        return "".join(part.text for part in self.parts if part.kind == kind)
+
+    @property
+    def text(self) -> str:
+        return self._texts("text")
+
+    @property
+    def reasoning(self) -> str:
+        return self._texts("reasoning")
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return [part.call for part in self.parts if part.call is not None]
+
+    def tokens(self, kind: str = "text") -> list[TokenEvent]:
+        """Those of the answer or of its reasoning, with log probabilities only."""
+        return [token for part in self.parts if part.kind == kind for token in part.tokens]
 
     @property
     def stats(self) -> Stats:
@@ -213,14 +219,7 @@ class Answer:
     @property
     def num_reasoning_tokens(self) -> int:
         """Tokens of the reasoning, its marks and the blanks at them included."""
-        return self._num_before if self._has_reasoning else 0
-
-    @property
-    def _has_reasoning(self) -> bool:
-        """Whether what precedes the answer is reasoning: the header of a channel alone is none."""
-        splitter = self._splitter.splitter
-        has_more = bool(self._splitter.begins_at) and not isinstance(splitter, ChannelSplitter)
-        return splitter is not None and (splitter.has_reasoned or has_more)
+        return self._num_before if self._has_reasoned else 0
 
     @property
     def finish_reason(self) -> str:
@@ -239,88 +238,94 @@ class Answer:
         return next((stop for stop in stops if rest.startswith(stop)), None)
 
     @property
-    def parts(self) -> list[Part]:
-        """What `events` has told of, with each kind of text as one part."""
-        text = [Part("text", self.text, is_last=True)] if self.text.strip() or not self.calls else []
-        reasoning = [Part("reasoning", self.reasoning)] if self.reasoning else []
-        return [*reasoning, *text, *(Part("call", call=call) for call in self.calls)]
+    def shown_parts(self) -> list[Part]:
+        """What `events` has told of, for a whole answer."""
+        shown = [part for part in self.parts if part.text.strip() or part.call is not None]
+        if all(part.kind == "reasoning" for part in shown):
+            shown.append(Part("text", self.text))
+        shown[-1].is_last = shown[-1].call is None
+        return shown
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def deltas(self) -> AsyncIterator[Delta]:
         """The answer as it comes. Raises what the generation failed with; HttpError 503 if the server ended it."""
         try:
             async for events in self.ticket:
                 if (progress := self.ticket.take_progress()) is not None:
-                    yield Piece(progress=progress)
-                piece = Piece() if self._is_cut else self._joined(events)
-                if piece:
-                    yield self._kept(piece)
+                    yield Delta(Part("text"), progress=progress)
+                for delta in () if self._is_cut else self._joined(events):
+                    yield delta
                 if not self._is_cut and self._is_complete():
                     self._is_cut = True
                     self.ticket.cancel()
             if self._end is None and not self._is_cut:
                 raise HttpError(503, "the server ended this answer before it was complete", code="stopping")
-            if not self._is_cut and (piece := self._rest()):
-                yield self._kept(piece)
+            for delta in () if self._is_cut else self._rest():
+                yield delta
         finally:
             self.ticket.cancel()
 
     async def read(self) -> None:
         if self._splitter.parser is None:  # which ends an answer when its calls are complete
-            self.ticket.read_whole()
-        async for _ in self.pieces():
+            self.ticket.is_read_whole = True
+        async for _ in self.deltas():
             pass
 
-    def _joined(self, events: Sequence[TokenEvent]) -> Piece:
-        piece = Piece()
+    def _joined(self, events: Sequence[TokenEvent]) -> list[Delta]:
+        reasoning, text, calls = Delta(Part("reasoning")), Delta(Part("text")), list[ToolCall]()
         for event in events:
             if event.finish_reason is not None:
                 self._end = event
             self._token_ids.append(event.token_id)
             self.num_predicted += event.drafter == PREDICTION
-            self._unsorted += self._shown.push(event)
             self._num_characters += len(event.text)
-            reasoning, text, calls = self._splitter.push(event.token_id, event.text)
-            self._num_before += self._splitter.begins_at is None
-            piece.reasoning += reasoning
-            piece.reasoning_shares.append((reasoning, event.drafter))
-            piece.calls += calls
-            piece.text += text
-            piece.shares.append((text, event.drafter))
-        self._sort(piece)
-        return piece
+            split = self._splitter.push(event.token_id, event.text)
+            kind = self._splitter.kind
+            self._num_before += kind != "text"
+            self._has_reasoned = self._has_reasoned or kind == "reasoning"
+            for delta, said in ((reasoning, split.reasoning), (text, split.text)):
+                delta.text += said
+                delta.shares.append((said, event.drafter))
+            calls += split.calls
+            self._unsorted += self._shown.push(event, kind)
+            self._sort(reasoning, text)
+        return self._kept(reasoning, text, calls)
 
-    def _rest(self) -> Piece:
-        """What was held back, at the end of the answer."""
-        is_cut = self._end is not None and self._end.finish_reason == "length"
-        reasoning, text, calls = self._splitter.finish(is_cut=is_cut)
-        piece = Piece(text, calls, shares=[(text, None)], reasoning=reasoning, reasoning_shares=[(reasoning, None)])
-        self._sort(piece, is_end=True)
-        return piece
-
-    def _sort(self, piece: Piece, *, is_end: bool = False) -> None:
-        """Put the shown tokens to the reasoning or the text, once it is known which they are."""
-        begins_at = self._splitter.begins_at
-        if begins_at is not None:
-            for event, end in self._unsorted:
-                if not begins_at or end > begins_at:
-                    piece.tokens.append(event)
-                elif self._has_reasoning:
-                    piece.reasoning_tokens.append(event)
-        elif is_end or self._has_reasoning:
-            piece.reasoning_tokens += [event for event, _ in self._unsorted]
-        else:
+    def _sort(self, reasoning: Delta, text: Delta) -> None:
+        """Put the tokens that are shown to the part that was open when they came, once it is known which that was."""
+        if self._splitter.kind is None:
             return
+        for token, kind in self._unsorted:
+            is_header = isinstance(self._splitter.splitter, ChannelSplitter) and not self._has_reasoned
+            if kind is not None or not is_header:
+                is_text = kind == "text" or (kind is None and not self._has_reasoned)
+                (text if is_text else reasoning).tokens.append(token)
         self._unsorted = []
 
-    def _kept(self, piece: Piece) -> Piece:
-        if not self._parallel:
-            del piece.calls[max(0, 1 - len(self.calls)) :]
-        self.text += piece.text
-        self.reasoning += piece.reasoning
-        self.calls += piece.calls
-        self.tokens += piece.tokens
-        self.reasoning_tokens += piece.reasoning_tokens
-        return piece
+    def _rest(self) -> list[Delta]:
+        """What was held back, at the end of the answer."""
+        is_cut = self._end is not None and self._end.finish_reason == "length"
+        split = self._splitter.finish(is_cut=is_cut)
+        reasoning, text = (
+            Delta(Part(kind), said, shares=[(said, None)])  # type: ignore[arg-type]
+            for kind, said in (("reasoning", split.reasoning), ("text", split.text))
+        )
+        (text if split.text else reasoning).tokens, self._unsorted = [token for token, _ in self._unsorted], []
+        return self._kept(reasoning, text, split.calls)
+
+    def _kept(self, reasoning: Delta, text: Delta, calls: list[ToolCall]) -> list[Delta]:
+        """What there is of it, as growth of the parts."""
+        found = [delta for delta in (reasoning, text) if delta.text or delta.tokens]
+        for delta in found:
+            if self.parts and self.parts[-1].kind == delta.part.kind:
+                delta.part = self.parts[-1]
+            else:
+                self.parts.append(delta.part)
+            delta.part.text += delta.text
+            delta.part.tokens += delta.tokens
+        called = calls if self._parallel else calls[: max(0, 1 - len(self.calls))]
+        found += [Delta(Part("call", call=call)) for call in called]
+        self.parts += [delta.part for delta in found if delta.part.call is not None]
+        return found
 
     def _is_complete(self) -> bool:
         parser = self._splitter.parser
@@ -332,21 +337,19 @@ class _ShownTokens:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._held: list[tuple[TokenEvent, int, int]] = []  # and where its bytes begin and end in the answer
+        self._held: list[tuple[TokenEvent, str | None, int]] = []  # with its part, and where its bytes begin
         self._num_bytes = self._num_shown = 0
 
-    def push(self, event: TokenEvent) -> list[tuple[TokenEvent, int]]:
-        """The tokens that are shown now, each with where its bytes end in the answer."""
+    def push(self, event: TokenEvent, kind: str | None) -> list[tuple[TokenEvent, str | None]]:
+        """The tokens that are shown now, each with the `kind` of the part that was open when it came."""
         if event.logprob is None:
             return []
-        begin = self._num_bytes
+        self._held.append((event, kind, self._num_bytes))
         self._num_bytes += len(self._vocabulary.piece(event.token_id))
-        self._held.append((event, begin, self._num_bytes))
         self._num_shown += len(event.text.encode("utf-8", "replace"))
-        shown = [(each, end) for each, begin, end in self._held if begin < self._num_shown]
+        is_cut = event.finish_reason == "length"
+        shown = [(each, part) for each, part, begin in self._held if begin < self._num_shown or is_cut]
         self._held = self._held[len(shown) :]
-        if event.finish_reason == "length":
-            shown += [(each, end) for each, _, end in self._held]
         return shown
 
 

@@ -22,7 +22,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from edgespec import __version__
-from edgespec.server import chat, completions, embeddings, facts, messages, native, ollama, responses
+from edgespec.server import chat, completions, facts, messages, native, ollama, responses
 from edgespec.server.answer import Exchange
 from edgespec.server.chat import Chat
 from edgespec.server.completions import Completion
@@ -130,7 +130,8 @@ def _reading(services: Services, read: Callable[[Services, Request], Response]) 
 
 
 def _models(services: Services, _: Request) -> Response:
-    listed = facts.model_objects(services)
+    served = [(service, name) for service in services.all for name in service.names]
+    listed = [facts.model_object(*each, with_status=services.are_several) for each in served]
     pages = {"has_more": False, "first_id": listed[0]["id"], "last_id": listed[-1]["id"]}  # Anthropic's
     return json_response({"object": "list", "data": listed, **pages})
 
@@ -140,10 +141,6 @@ def _model(services: Services, request: Request) -> Response:
     service = services.named(name)
     shown = name if name in service.names else service.name
     return json_response(facts.model_object(service, shown, with_status=services.are_several))
-
-
-def _properties(services: Services, request: Request) -> Response:
-    return json_response(facts.properties(services.named(request.query_params.get("model"))))
 
 
 _PROMETHEUS = "text/plain; version=0.0.4"
@@ -157,7 +154,10 @@ READABLE: dict[str, tuple[str, Callable[[Services, Request], Response]]] = {
         "Counters for Prometheus",
         lambda services, _: PlainTextResponse(facts.metrics_text(services), media_type=_PROMETHEUS),
     ),
-    "/props": ("Model, engine, drafter, default settings, memory plan", _properties),
+    "/props": (
+        "Model, engine, drafter, default settings, memory plan",
+        lambda services, request: json_response(facts.properties(services.named(request.query_params.get("model")))),
+    ),
     "/openapi.json": ("This document", lambda services, _: json_response(document(services))),
     "/api/version": ("The version (Ollama)", lambda *_: json_response(facts.version())),
     "/api/tags": ("The served models (Ollama)", lambda services, _: json_response(facts.listed(services))),
@@ -172,7 +172,7 @@ ENDPOINTS: dict[str, Endpoint] = {
     "/v1/responses": _RESPONSES,
     "/v1/messages": Endpoint(messages.MessagesRequest, messages.read_messages, messages.MessagesExchange),
     "/v1/messages/count_tokens": Endpoint(messages.CountRequest, messages.count_tokens),
-    "/v1/embeddings": Endpoint(embeddings.OpenAiEmbedding, embeddings.read_openai),
+    "/v1/embeddings": Endpoint(facts.OpenAiEmbedding, facts.embed_openai),
     # llama-server's
     "/chat/completions": _CHAT,
     "/responses": _RESPONSES,
@@ -184,7 +184,7 @@ ENDPOINTS: dict[str, Endpoint] = {
     # Ollama's
     "/api/chat": Endpoint(OllamaChat, ollama.read_chat_request, OllamaExchange),
     "/api/generate": Endpoint(OllamaGenerate, ollama.read_generate_request, OllamaExchange),
-    "/api/embed": Endpoint(embeddings.OllamaEmbedding, embeddings.read_ollama),
+    "/api/embed": Endpoint(facts.OllamaEmbedding, facts.embed_ollama),
 }
 # Those that no model has to be loaded for: (method, what their bodies are, the handler).
 OTHERS: dict[str, tuple[str, type[Fields], Callable[[Services, Request], Awaitable[Response]]]] = {
@@ -198,6 +198,7 @@ _NO_MAKING = "models are made and named on the command line: edgespec add, edges
 NOT_HERE = {
     **dict.fromkeys(("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), _NO_RERANKING),
     **dict.fromkeys(("/api/create", "/api/copy", "/api/push"), _NO_MAKING),
+    "/api/embeddings": "Ollama's path of 2023: use /api/embed, with input in place of prompt",
 }
 
 

@@ -25,7 +25,7 @@ from edgespec.config.values import ReasoningFormat
 from edgespec.errors import EdgespecError, shown
 from edgespec.generation.request import require_writer
 from edgespec.reports import TokenEvent
-from edgespec.server.answer import DONE, Answer, Exchange, Piece, Work, logprobs_of, prompt_progress, sse, usage
+from edgespec.server.answer import DONE, Answer, Exchange, Work, logprobs_of, prompt_progress, sse, usage
 from edgespec.server.http_errors import bad_request
 from edgespec.server.options import Logprobs, OpenAiRequest, Tokens, Tools
 from edgespec.server.requests import Asked, Fields, read, unsupported
@@ -120,7 +120,11 @@ def prepare(loaded: Loaded, chat: Chat, notes: list[str]) -> Work:
     arguments = _template_arguments(chat, template, notes)
     model.require_room(len(chat.messages), "messages")
     model.require_room(num_characters(chat.messages, tools), "characters")
-    messages = _read_messages(chat, template, notes)
+    if kinds := unread_kinds(chat.messages):
+        notes.append(f"messages: {', '.join(kinds)} left out of what was said before: {TEXT_ONLY}")
+    is_developer = [isinstance(each, dict) and each.get("role") == "developer" for each in chat.messages]
+    given = zip(chat.messages, is_developer, strict=True)  # templates know that role as `system`
+    messages = placed(template, [each | {"role": "system"} if is_one else each for each, is_one in given], notes)
     prompt_ids = model.encode_chat(messages, tools or None, arguments)
     prefix = answer_prefix(messages)
     prompt_ids = before_structure(vocabulary, prompt_ids, options, prefix)
@@ -183,18 +187,6 @@ def _template_arguments(chat: Chat, template: str, notes: list[str]) -> dict[str
 
 
 # -- messages
-
-
-def _read_messages(chat: Chat, template: str, notes: list[str]) -> list[Any]:
-    if kinds := unread_kinds(chat.messages):
-        notes.append(f"messages: {', '.join(kinds)} left out of what was said before: {TEXT_ONLY}")
-    return placed(template, [_as_system(message) for message in chat.messages], notes)
-
-
-def _as_system(message: Any) -> Any:
-    """Templates know the role `developer` as `system`."""
-    is_developer = isinstance(message, dict) and message.get("role") == "developer"
-    return {**message, "role": "system"} if is_developer else message
 
 
 def placed(template: str, messages: list[Any], notes: list[str]) -> list[Any]:
@@ -360,7 +352,7 @@ class ChatExchange(OpenAiExchange):
                 {
                     "index": index,
                     "message": message | ({"tool_calls": calls} if calls else {}),
-                    "logprobs": self._logprobs(answer.tokens, answer.reasoning_tokens),
+                    "logprobs": self._logprobs(answer.tokens(), answer.tokens("reasoning")),
                     "finish_reason": answer.finish_reason,
                 }
             )
@@ -368,22 +360,21 @@ class ChatExchange(OpenAiExchange):
 
     async def chunks(self, index: int, answer: Answer) -> AsyncIterator[bytes]:
         begins, num_calls = {"role": "assistant", "content": ""}, 0
-        async for piece in answer.pieces():
+        async for delta in answer.deltas():
             if begins:
                 yield self.chunk(index, {"delta": begins})
                 begins = {}
-            if piece.progress is not None:
-                yield self.chunk(index, self.nothing, prompt_progress=prompt_progress(piece.progress))
-            if piece.reasoning or piece.reasoning_tokens:
-                told = self._told(answer, piece.reasoning_shares)
-                logprobs = self._logprobs([], piece.reasoning_tokens)
-                yield self.chunk(index, {"delta": {"reasoning_content": piece.reasoning}}, logprobs, **told)
-            if piece.text or piece.tokens:
-                told = self._told(answer, piece.shares)
-                yield self.chunk(index, {"delta": {"content": piece.text}}, self._logprobs(piece.tokens), **told)
-            for delta in _call_deltas(piece, num_calls):
-                yield self.chunk(index, {"delta": delta})
-            num_calls += len(piece.calls)
+            if delta.progress is not None:
+                yield self.chunk(index, self.nothing, prompt_progress=prompt_progress(delta.progress))
+            elif delta.part.call is not None:
+                for said in _call_deltas(delta.part.call, num_calls):
+                    yield self.chunk(index, {"delta": said})
+                num_calls += 1
+            else:
+                is_text = delta.part.kind == "text"
+                logprobs = self._logprobs(*((delta.tokens,) if is_text else ([], delta.tokens)))
+                said = {"content" if is_text else "reasoning_content": delta.text}
+                yield self.chunk(index, {"delta": said}, logprobs, **self._told(answer, delta.shares))
         if begins:
             yield self.chunk(index, {"delta": begins})
 
@@ -404,14 +395,11 @@ class ChatExchange(OpenAiExchange):
         return found | ({"reasoning_content": reasoned} if reasoned else {})
 
 
-def _call_deltas(piece: Piece, num_calls: int) -> list[dict[str, Any]]:
+def _call_deltas(call: ToolCall, index: int) -> list[dict[str, Any]]:
     """A call's first delta has its id and name, the second its arguments; both have its index."""
-    deltas: list[dict[str, Any]] = []
-    for index, call in enumerate(piece.calls, num_calls):
-        first = _call_object(ToolCall(call.name, "", call.id))
-        deltas.append({"tool_calls": [{"index": index} | first]})
-        deltas.append({"tool_calls": [{"index": index, "function": {"arguments": call.arguments}}]})
-    return deltas
+    first = _call_object(ToolCall(call.name, "", call.id))
+    second = {"function": {"arguments": call.arguments}}
+    return [{"tool_calls": [{"index": index} | each]} for each in (first, second)]
 
 
 def _call_object(call: ToolCall) -> dict[str, Any]:

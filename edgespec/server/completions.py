@@ -144,18 +144,18 @@ class CompletionExchange(OpenAiExchange):
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = []
         for index, answer in enumerate(answers):
-            logprobs = self._logprobs(answer.tokens, 0)
+            logprobs = self._logprobs(answer.tokens(), 0)
             choice = {"index": index, "text": answer.text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
             choices.append(choice)
         return self.ended(choices, answers, usage(answers))
 
     async def chunks(self, index: int, answer: Answer) -> AsyncIterator[bytes]:
-        async for piece in answer.pieces():
+        async for delta in answer.deltas():
             told: dict[str, Any] = {"timings": answer.timings} if self.per_token else {}
-            if piece.progress is not None:
-                told = {"prompt_progress": prompt_progress(piece.progress)}
-            begin = len(answer.text) - len(piece.text)
-            yield self.chunk(index, {"text": piece.text}, self._logprobs(piece.tokens, begin), **told)
+            if delta.progress is not None:
+                told = {"prompt_progress": prompt_progress(delta.progress)}
+            begin = len(delta.part.text) - len(delta.text)
+            yield self.chunk(index, {"text": delta.text}, self._logprobs(delta.tokens, begin), **told)
 
     def _logprobs(self, tokens: Sequence[TokenEvent], begin: int) -> dict[str, Any] | None:
         """OpenAI's older shape: lists that run in step. `begin`: where the first of them does in the text."""

@@ -1,29 +1,32 @@
-"""Endpoints that generate nothing: models, health, properties, metrics, tokenising."""
+"""Endpoints that generate nothing: models, health, properties, metrics, tokenising, embeddings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
-from time import time
-from typing import Annotated, Any
+from time import monotonic, time
+from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from edgespec import __version__
+from edgespec.contained import is_wanted
+from edgespec.errors import CapabilityError
+from edgespec.generation.embedding import Text, normalised
 from edgespec.loading.model_facts import ModelFacts, size_label
+from edgespec.memory.watch import plan_object
 from edgespec.runtime import Model
-from edgespec.server.http_errors import bad_request
+from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import NAMED_ALIKE
-from edgespec.server.requests import Fields, read
+from edgespec.server.requests import Fields, read, wrong
 from edgespec.server.service import Loaded, Service, Services
+from edgespec.types import TokenIds
 
 MOST_TOKENS = 1 << 20  # of a list: writing a longer one holds up everybody
-
-
-def model_objects(services: Services) -> list[dict[str, Any]]:
-    """The served models, as `/v1/models` lists them under each of their names."""
-    listed = [(service, name) for service in services.all for name in service.names]
-    return [model_object(service, name, with_status=services.are_several) for service, name in listed]
 
 
 def model_object(service: Service, name: str, *, with_status: bool = False) -> dict[str, Any]:
@@ -31,7 +34,7 @@ def model_object(service: Service, name: str, *, with_status: bool = False) -> d
     found = {"id": name, "object": "model", "created": service.created, "owned_by": "edgespec"}
     found |= {"type": "model", "display_name": name, "created_at": written(service.created)}  # Anthropic's names
     if with_status:
-        status = "loaded" if service.loaded is not None else "loading" if service.residence.is_loading else "unloaded"
+        status = "loaded" if service.loaded is not None else "loading" if service.is_loading else "unloaded"
         found["status"] = {"value": status}
     return found | {"meta": {"n_ctx": service.context_length}}
 
@@ -42,7 +45,7 @@ def health(services: Services) -> tuple[dict[str, Any], int]:
         return {"status": "loading"}, 503
     schedulers = [loaded.scheduler for service in services.all if (loaded := service.loaded) is not None]
     running, waiting = sum(s.num_running for s in schedulers), sum(s.num_waiting for s in schedulers)
-    waiting += sum(service.residence.num_waiting for service in services.all)  # for their model
+    waiting += sum(service.num_waiting for service in services.all)  # for their model
     preparing = sum(s.num_preparing for s in schedulers)
     return {"status": "ok", "running": running, "waiting": waiting, "preparing": preparing}, 200
 
@@ -68,20 +71,7 @@ def _memory(model: Model) -> dict[str, Any] | None:
     report = model.memory
     if report is None:
         return None
-    plan, verdict = report.plan, report.verdict
-    return {
-        "own_bytes": plan.own_bytes,
-        "mapped_bytes": plan.mapped_bytes,
-        "total_bytes": plan.total_bytes,
-        "device_bytes": plan.device_bytes,
-        "free_bytes": verdict.free_bytes,
-        "verdict": verdict.fit,
-        "limit": verdict.name,
-        "parts": [{"name": part.name, "own_bytes": part.own, "mapped_bytes": part.mapped} for part in plan.parts],
-        "given_up": [each.text for each in report.given_up],
-        "used_own_bytes": report.own_bytes,
-        "peak_rss_bytes": report.peak_rss_bytes,
-    }
+    return plan_object(report) | {"used_own_bytes": report.own_bytes, "peak_rss_bytes": report.peak_rss_bytes}
 
 
 def metrics_text(services: Services) -> str:
@@ -89,16 +79,13 @@ def metrics_text(services: Services) -> str:
     rows: dict[str, list[tuple[str, float]]] = {"model_loaded": [], "requests_running": [], "requests_waiting": []}
     for service in services.all:
         loaded = service.loaded
-        labels = f'{{model="{_escaped(service.name)}"}}' if services.are_several else ""
+        name = service.name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        labels = f'{{model="{name}"}}' if services.are_several else ""
         counts = (1, loaded.scheduler.num_running, loaded.scheduler.num_waiting) if loaded is not None else (0, 0, 0)
-        for name, count in zip(rows, (*counts[:2], counts[2] + service.residence.num_waiting), strict=True):
-            rows[name].append((labels, count))
+        for gauge, count in zip(rows, (*counts[:2], counts[2] + service.num_waiting), strict=True):
+            rows[gauge].append((labels, count))
     helps = ("Whether the model is loaded", "Generations that run", "Generations that wait")
     return services.metrics.text({name: (text, rows[name]) for name, text in zip(rows, helps, strict=True)})
-
-
-def _escaped(name: str) -> str:
-    return name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 class TokenizeRequest(Fields, kw_only=True):
@@ -135,6 +122,97 @@ def detokenize(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> d
     return {"content": loaded.model.decode(request.tokens)}
 
 
+# -- embeddings (OpenAI's and Ollama's); they are computed where a request is read: no queue decides
+
+
+MOST_TEXTS = 2048  # OpenAI's limit
+
+
+Texts = str | Annotated[list[Any], Meta(description="texts, token ids, or lists of token ids")]
+Dimensions = Annotated[int, Meta(ge=1, le=1 << 20)]
+
+
+class OpenAiEmbedding(Fields, kw_only=True):
+    """A request to `/v1/embeddings`."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"user"})
+    input: Texts
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Dimensions | None = None
+
+
+class OllamaEmbedding(Fields):
+    """A request to `/api/embed`. Without a text, which loads the model in Ollama, it answers with no embeddings."""
+
+    # nothing of sampling or of a context's size changes an embedding
+    ignored: ClassVar[frozenset[str]] = frozenset({"keep_alive", "options"})
+    model: str | None = None
+    truncate: bool | None = None
+    input: Texts | None = None
+    dimensions: Dimensions | None = None
+
+
+def embed_openai(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Embeddings of texts (OpenAI); 501 for models that give none."""
+    _require_embeddings(loaded)
+    request = read(OpenAiEmbedding, values, notes)
+    ids = loaded.model.embedder.encode(_texts(request.input), truncate=False)
+    vectors = _embedded(loaded, ids, request.dimensions)
+    shown = vectors.tolist()
+    if request.encoding_format == "base64":
+        shown = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+    data = [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(shown)]
+    usage = {"prompt_tokens": _count(ids), "total_tokens": _count(ids)}
+    return {"object": "list", "data": data, "model": loaded.name, "usage": usage}
+
+
+def embed_ollama(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Embeddings of texts (Ollama)."""
+    begun_s = monotonic()
+    _require_embeddings(loaded)
+    request = read(OllamaEmbedding, values, notes)
+    texts = _texts(request.input) if request.input else []
+    ids = loaded.model.embedder.encode(texts, truncate=request.truncate is not False)
+    vectors = _embedded(loaded, ids, request.dimensions).tolist() if ids else []
+    durations = {"total_duration": int(1e9 * (monotonic() - begun_s)), "load_duration": 0}
+    return {"model": loaded.name, "embeddings": vectors} | durations | {"prompt_eval_count": _count(ids)}
+
+
+def _require_embeddings(loaded: Loaded) -> None:
+    try:
+        loaded.model.embedder.pooling()
+    except CapabilityError as exc:
+        raise HttpError(501, f"embeddings are not supported here: {exc}", code="not_supported") from exc
+
+
+def _embedded(loaded: Loaded, texts: Sequence[TokenIds], dimensions: int | None) -> NDArray[np.float32]:
+    """Embeddings [n, size or `dimensions`] of encoded texts. Raises HttpError and EdgespecError."""
+    vectors = loaded.model.embedder.embed(texts, is_wanted.get())
+    if dimensions is None:
+        return vectors
+    if dimensions > vectors.shape[1]:
+        raise bad_request(f"dimensions must be at most {vectors.shape[1]}, the size of an embedding", "dimensions")
+    return normalised(vectors[:, :dimensions])
+
+
+def _texts(given: str | list[Any]) -> list[Text]:
+    """A text, a list of texts or of token ids, or one of lists of token ids."""
+    if isinstance(given, str):
+        return [given]
+    if given and all(isinstance(each, int) for each in given):
+        return [given]
+    if len(given) > MOST_TEXTS:
+        raise bad_request(f"input has {len(given)} entries; at most {MOST_TEXTS} are allowed", "input")
+    if not given or not all(isinstance(each, str | list) for each in given):
+        raise wrong("input", "must be a text, a list of texts, or token ids", given)
+    return given
+
+
+def _count(texts: Sequence[TokenIds]) -> int:
+    return sum(map(len, texts))
+
+
 # -- Ollama
 
 
@@ -151,24 +229,18 @@ def listed(services: Services) -> dict[str, Any]:
 
 
 def running(services: Services) -> dict[str, Any]:
-    """`/api/ps`: those that are loaded, with the memory and the context that they have."""
-    found = ((service, service.loaded) for service in services.all)
-    return {"models": [_running(service, loaded) for service, loaded in found if loaded is not None]}
-
-
-def _running(service: Service, loaded: Loaded) -> dict[str, Any]:
-    model = loaded.model
-    on_device = 0 if model.memory is None else model.memory.plan.device_bytes
-    more = {"size_vram": on_device, "context_length": model.context_length, "expires_at": _expires_at(service)}
-    return entry(service) | more
-
-
-def _expires_at(service: Service) -> str:
-    """When the model is unloaded if no request comes."""
-    try:
-        return written(time() + service.residence.left_s)
-    except (OverflowError, ValueError):
-        return _NEVER
+    """`/api/ps`: those that are loaded, with the memory and the context that they have, and when they go."""
+    found = list[dict[str, Any]]()
+    for service in services.all:
+        if (loaded := service.loaded) is None:
+            continue
+        model, expires_at = loaded.model, _NEVER
+        with suppress(OverflowError, ValueError):
+            expires_at = written(time() + service.left_s)
+        on_device = 0 if model.memory is None else model.memory.plan.device_bytes
+        more = {"size_vram": on_device, "context_length": model.context_length, "expires_at": expires_at}
+        found.append(entry(service) | more)
+    return {"models": found}
 
 
 def written(seconds: float) -> str:

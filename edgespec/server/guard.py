@@ -79,8 +79,9 @@ class Guard:
             await self._app(scope, receive, counted)
         finally:
             shown = path if path in self._paths else "other"
-            self._services.count_request(shown, status)
-            if self._services.has_loaded:  # before, a line would take the place of what loading is busy with
+            self._services.metrics.answered[shown, status] += 1
+            # Before, a line would take the place of what loading is busy with.
+            if any(each.loaded is not None for each in self._services.all):
                 took_ms = 1000 * (monotonic() - began_s)
                 logger.info("%s %s %d %.0f ms", scope["method"], shown, status, took_ms)
 

@@ -208,7 +208,7 @@ class MessagesExchange(Exchange):
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        message = self._message([_block(part) for part in answer.parts], _counts(answer, answer.stats.new_tokens))
+        message = self._message([_block(part) for part in answer.shown_parts], _counts(answer, answer.stats.new_tokens))
         return message | self._end(answer) | {"seed": answer.seed}
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
@@ -218,7 +218,7 @@ class MessagesExchange(Exchange):
             if index < 0:
                 begun = {"stop_reason": None, "stop_sequence": None}
                 yield _event("message_start", message=self._message([], _counts(answer, 0)) | begun)
-            index += event.what in ("begins", "whole")
+            index += event.what == "begins"
             for written in _written(event, index):
                 yield written
         counts = _counts(answer, answer.stats.new_tokens)
@@ -253,16 +253,16 @@ def _written(event: Event, index: int) -> Iterator[bytes]:
         return _event("content_block_delta", index=index, delta=given)
 
     part, kind = event.part, "thinking" if event.part.kind == "reasoning" else "text"
-    if event.what == "whole" and part.call is not None:
-        yield _event("content_block_start", index=index, content_block=_block(part) | {"input": {}})
-        yield delta(type="input_json_delta", partial_json=part.call.arguments)
-    elif event.what == "begins":
-        yield _event("content_block_start", index=index, content_block=_block(Part(part.kind)))
+    if event.what == "begins":
+        block = _block(Part(part.kind, call=part.call)) | ({} if part.call is None else {"input": {}})
+        yield _event("content_block_start", index=index, content_block=block)
+    elif event.what == "grows" and part.call is not None:
+        yield delta(type="input_json_delta", partial_json=event.text)
     elif event.what == "grows":
         yield delta(type=f"{kind}_delta", **{kind: event.text})
-    elif kind == "thinking":
-        yield delta(type="signature_delta", signature="")
-    if event.what in ("whole", "ends"):
+    else:
+        if kind == "thinking":
+            yield delta(type="signature_delta", signature="")
         yield _event("content_block_stop", index=index)
 
 

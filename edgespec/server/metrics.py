@@ -137,16 +137,10 @@ def answer_line(
     """`drafted`: tokens by drafter; `options`: of the request; `loaded`, `facts`: of the model."""
     read = f"{stats.prompt_tokens} prompt tokens ({stats.reused_tokens} cached) in {1000 * stats.prefill_s:.0f} ms"
     speed = f"{stats.new_tokens} tokens at {stats.tokens_per_second:.1f} tokens/s ({stats.finish_reason or 'failed'})"
-    return f"answer: {speed}, {read}, {_drafting(stats, drafted, options, loaded, facts)}"
-
-
-def _drafting(
-    stats: Stats, drafted: Mapping[str, int], options: GenerateOptions, loaded: LoadOptions, facts: EngineFacts
-) -> str:
-    if not stats.drafted_tokens:
-        is_off = (options.drafter or loaded.drafter) == "none"
-        return f"nothing drafted: {'off' if is_off else 'no gain' if facts.can_speculate else 'unable'}"
-    by = ", ".join(f"{name} {count}" for name, count in sorted(drafted.items(), key=lambda pair: -pair[1]))
-    return (
-        f"{stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted ({stats.acceptance_rate:.0%}; {by})"
-    )
+    is_off = (options.drafter or loaded.drafter) == "none"
+    said = f"nothing drafted: {'off' if is_off else 'no gain' if facts.can_speculate else 'unable'}"
+    if stats.drafted_tokens:
+        by = ", ".join(f"{name} {count}" for name, count in sorted(drafted.items(), key=lambda pair: -pair[1]))
+        accepted = f"{stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted"
+        said = f"{accepted} ({stats.acceptance_rate:.0%}; {by})"
+    return f"answer: {speed}, {read}, {said}"

@@ -13,8 +13,9 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
+from edgespec.chat.tools import ToolCall
 from edgespec.reports import TokenEvent
-from edgespec.server.answer import Answer, Exchange, Piece, Work, logprobs_of, prompt_progress, sse
+from edgespec.server.answer import Answer, Delta, Exchange, Work, logprobs_of, prompt_progress, sse
 from edgespec.server.completions import Completion, fill_prompt, prepare, read_prompts, require_fim
 from edgespec.server.options import Generated, Logprobs
 from edgespec.server.requests import Asked, Fields, one_of, read, wrong
@@ -165,23 +166,23 @@ class NativeExchange(Exchange):
         found = []
         for index, answer in enumerate(answers):
             tokens = list(answer.token_ids) if self._request.return_tokens else []
-            found.append(self._picked(self._end(index, answer, answer.text, tokens) | self._probs(answer.tokens)))
+            found.append(self._picked(self._end(index, answer, answer.text, tokens) | self._probs(answer.tokens())))
         return found[0] if len(found) == 1 else found
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         for index, answer in enumerate(answers):
             num_sent = 0
-            async for piece in answer.pieces():
+            async for delta in answer.deltas():
                 ids, begin = answer.token_ids, num_sent
                 has_end = bool(ids) and ids[-1] in self.vocabulary.end_ids  # which may come with text, or alone later
                 num_sent = len(ids) - has_end
                 tokens = list(ids[begin:num_sent])
                 counts = {"tokens_predicted": len(ids), "tokens_evaluated": answer.stats.prompt_tokens}
                 told = {"timings": answer.timings} if self._request.timings_per_token else {}
-                if piece.progress is not None:
-                    told = {"prompt_progress": prompt_progress(piece.progress)}
-                head = {"index": index, "content": piece.text, "tokens": tokens, "stop": False}
-                yield sse(head | counts | told | self._probs(piece.tokens))
+                if delta.progress is not None:
+                    told = {"prompt_progress": prompt_progress(delta.progress)}
+                head = {"index": index, "content": delta.text, "tokens": tokens, "stop": False}
+                yield sse(head | counts | told | self._probs(delta.tokens))
             yield sse(self._picked(self._end(index, answer, "", [])))
 
     def _end(self, index: int, answer: Answer, content: str, tokens: list[int]) -> dict[str, Any]:
@@ -243,15 +244,16 @@ class _Bounded(Answer):
         return "length" if self._is_cut_short else super().finish_reason
 
     async def read(self) -> None:
-        async for _ in self.pieces():  # one by one: each may be the last
+        async for _ in self.deltas():  # one by one: each may be the last
             pass
 
-    def _kept(self, piece: Piece) -> Piece:
+    def _kept(self, reasoning: Delta, text: Delta, calls: list[ToolCall]) -> list[Delta]:
         self._first_s = self._first_s or time.monotonic()
-        end = self._end_of_block.search(self.text + piece.text, max(self.text.rfind("\n"), 0))
+        before = self.text
+        end = self._end_of_block.search(before + text.text, max(before.rfind("\n"), 0))
         if end is not None:
-            piece.text, self._is_cut_short = piece.text[: max(0, end.end() - len(self.text))], True
-        return super()._kept(piece)
+            text.text, self._is_cut_short = text.text[: max(0, end.end() - len(before))], True
+        return super()._kept(reasoning, text, calls)
 
     def _is_complete(self) -> bool:
         if self._most_s is not None and "\n" in self.text and time.monotonic() - self._first_s > self._most_s:

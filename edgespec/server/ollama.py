@@ -12,7 +12,6 @@ import asyncio
 import ipaddress
 import math
 import re
-from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from time import time
 from typing import Annotated, Any, ClassVar, Literal
@@ -22,6 +21,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from edgespec.chat.tools import ToolCall
 from edgespec.errors import ConfigError, EdgespecError, ModelNotFound, StateError, shown
 from edgespec.loading.catalogue import parse
 from edgespec.loading.own_models import remove
@@ -46,7 +46,6 @@ _SENT_AS = {
 }
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"-?(\d{1,12}(?:\.\d{1,12})?)([smh]?)", re.ASCII)
-_EVERY_S = 0.2  # between two looks at how far a pull is
 _SUCCESS = {"status": "success"}
 _NO_LOGPROBS: tuple[str, tuple[Any, ...]] = ("use /v1/chat/completions", (False, 0))
 _NO_FEATURE: tuple[str, tuple[Any, ...]] = ("this server has no such feature", ("", []))
@@ -173,7 +172,7 @@ def _exchange(work: Work, request: OllamaRequest, keep_s: float | None, *, is_ch
 
 def _keep(loaded: Loaded, keep_s: float | None) -> None:
     if keep_s is not None:
-        loaded.residence.keep_for(keep_s)
+        loaded.service.keep_for(keep_s)
 
 
 def _preloaded(loaded: Loaded, keep_s: float | None, *, is_chat: bool) -> dict[str, Any]:
@@ -211,22 +210,21 @@ class OllamaExchange(Exchange):
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        return self._part(answer.text, answer.calls, answer.reasoning) | _end(answer)
+        return self._part(answer.text, answer.reasoning, answer.calls) | _end(answer)
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         (answer,) = answers
-        async for piece in answer.pieces():
-            if piece.reasoning:
-                yield _line(self._part("", [], piece.reasoning) | {"done": False})
-            if piece.text or piece.calls:
-                yield _line(self._part(piece.text, piece.calls) | {"done": False})
-        yield _line(self._part("", []) | _end(answer))
+        async for delta in answer.deltas():
+            said = {"reasoning" if delta.part.kind == "reasoning" else "text": delta.text}
+            if delta.text or delta.part.call is not None:
+                yield _line(self._part(**said, calls=[delta.part.call] if delta.part.call else []) | {"done": False})
+        yield _line(self._part() | _end(answer))
 
     @classmethod
     def failed_early(cls, error: HttpError) -> bytes:
         return _line(error.body("/api/"))
 
-    def _part(self, text: str, calls: Sequence[Any], reasoning: str = "") -> dict[str, Any]:
+    def _part(self, text: str = "", reasoning: str = "", calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
         head: dict[str, Any] = {"model": self.name, "created_at": written(time())}
         thinking = {"thinking": reasoning} if reasoning else {}
         if not self._is_chat:
@@ -310,29 +308,30 @@ async def _lines_of(name: str, *, is_here: bool) -> AsyncIterator[Mapping[str, A
     if is_here:
         yield _SUCCESS
         return
-    said, has_left = deque[Mapping[str, Any]](), False
+    loop, lines, has_left = asyncio.get_running_loop(), asyncio.Queue[Mapping[str, Any]](), False
+
+    def tell(**line: Any) -> None:
+        loop.call_soon_threadsafe(lines.put_nowait, line)
 
     def on_bytes(file: str, done: int, total: int) -> None:
         if has_left:
             raise _ClientLeft
-        said.append({"status": f"pulling {file}", "digest": file, "total": total, "completed": done})
+        tell(status=f"pulling {file}", digest=file, total=total, completed=done)
 
     def work() -> None:
         try:
-            pull(name, on_bytes, lambda text: said.append({"status": text}))
-            said.append({"status": f"{name} is here: this server serves it when it is started with it"})
-            said.append(_SUCCESS)
+            pull(name, on_bytes, lambda text: tell(status=text))
+            tell(status=f"{name} is here: this server serves it when it is started with it")
+            tell(**_SUCCESS)
         except EdgespecError as exc:
-            said.append({"error": exc.on_the_command_line})
+            tell(error=exc.on_the_command_line)
+        finally:
+            tell()  # an empty one is the end
 
     pulling = asyncio.ensure_future(asyncio.to_thread(work))
     try:
-        while said or not pulling.done():
-            lines = [said.popleft() for _ in range(len(said))]
-            for line, after in zip(lines, [*lines, {}][1:], strict=True):
-                if "digest" not in line or line["digest"] != after.get("digest"):  # the latest about a file
-                    yield line
-            await asyncio.wait({pulling}, timeout=_EVERY_S)
+        while line := await lines.get():
+            yield line
         await pulling
     finally:
         has_left = True

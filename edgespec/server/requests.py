@@ -106,6 +106,9 @@ def sent_as(names: Mapping[str, str]) -> Iterator[None]:
 
 # -- what is wrong with a request
 
+_JSONS = {"str": "a string", "int": "an integer", "float": "a number", "bool": "a boolean"}
+_JSONS |= {"array": "an array", "object": "an object"}
+
 
 def _explained(kind: type[Fields], values: Mapping[str, Any], problem: str, where: str) -> HttpError:
     """msgspec's error with the field's name as the client knows it, and what was given."""
@@ -129,7 +132,8 @@ def _explained(kind: type[Fields], values: Mapping[str, Any], problem: str, wher
         allowed = [str(each) for one in _kinds(info) for each in getattr(one, "values", ())]
         return wrong(path, f"must be one of {', '.join(allowed)}", value)
     expected = about.partition(", got ")[0].removeprefix("Expected ").replace("`", "").replace(" | null", "")
-    return wrong(path, f"must be {expected}", value)
+    said = re.sub(rf"\b({'|'.join(_JSONS)})\b", lambda found: _JSONS[found[0]], expected).replace(" | ", " or ")
+    return wrong(path, f"must be {said}", value)
 
 
 def _joined(where: str, name: str) -> str:
@@ -162,8 +166,8 @@ def _item(value: Any, step: str) -> Any:
 def _kind(value: object) -> str:
     """A JSON value as an error shows it: short ones themselves, else their type."""
     if isinstance(value, dict | list):
-        return {dict: "an object", list: "a list"}[type(value)]
-    return {True: "true", False: "false"}[value] if isinstance(value, bool) else shown(value, 40)
+        return "an object" if isinstance(value, dict) else f"an array of {len(value)}"
+    return msgspec.json.encode(value).decode() if value is None or isinstance(value, bool) else shown(value, 40)
 
 
 # -- a body

@@ -107,12 +107,18 @@ def read_responses(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) 
     first = [{"role": "system", "content": request.instructions}] if request.instructions else []
     reasoning = request.reasoning or ReasoningOptions()
     effort = effort_of(loaded, "reasoning.effort", reasoning.effort, notes)
+    said = [] if not isinstance(request.input, str) else [{"role": "user", "content": request.input}]
+    for index, item in enumerate(request.input if isinstance(request.input, list) else ()):
+        _add_item(said, item, f"input.{index}")
+    choice = request.tool_choice
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
     chat = Chat(
         **{name: getattr(request, name) for name in (*Sampled.__struct_fields__, "speculative")},
-        messages=first + _read_input(request.input),
+        messages=first + [{"content": "", **message} for message in said],
         max_completion_tokens=request.max_output_tokens,
         tools=_functions(request.tools, notes),
-        tool_choice=_read_choice(request.tool_choice),
+        tool_choice=choice,
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=form,
         reasoning_effort=effort,
@@ -129,15 +135,6 @@ def read_responses(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) 
     }
     with sent_as(_SENT_AS):
         return ResponsesExchange(prepare(loaded, chat, notes), echoed, is_stream=bool(request.stream))
-
-
-def _read_input(given: str | list[Any]) -> list[dict[str, Any]]:
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    found: list[dict[str, Any]] = []
-    for index, item in enumerate(given):
-        _add_item(found, item, f"input.{index}")
-    return [{"content": "", **message} for message in found]
 
 
 def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
@@ -167,12 +164,6 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
         raise bad_request(f"{where} must be a message, a reasoning, a call such as function_call, or its output", where)
 
 
-def _read_choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
-
-
 def _functions(tools: Sequence[Any] | None, notes: list[str]) -> list[dict[str, Any]] | None:
     """The tools as chat completions nest them. Raises HttpError 400 for kinds that a client runs and no model knows."""
     if tools is None:
@@ -199,7 +190,7 @@ class ResponsesExchange(Exchange):
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        return self._ended(answer, [self._item(part, _status(answer, part)) for part in answer.parts])
+        return self._ended(answer, [self._item(part, _status(answer, part)) for part in answer.shown_parts])
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         (answer,) = answers
@@ -215,34 +206,30 @@ class ResponsesExchange(Exchange):
 
     def _written(self, event: Event, answer: Answer, output: list[dict[str, Any]]) -> Iterator[bytes]:
         """What is sent for one event. An item is the last of `output` from its beginning on."""
-        part, at = event.part, {"output_index": len(output) - (event.what in ("grows", "ends"))}
-        if event.what == "whole":
-            output.append(self._item(part, _status(answer, part)))
-            yield from self._call_events(output[-1], at)
-            return
-        if event.what == "begins":
-            output.append(self._item(part, "in_progress") | {"content": []})
-            yield self._event("response.output_item.added", item=output[-1], **at)
-        place = at | {"item_id": output[-1]["id"], "content_index": 0}
+        part, at = event.part, {"output_index": len(output) - (event.what != "begins")}
         kind = "output_text" if part.kind == "text" else "reasoning_text"
-        extra: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
+        kind = kind if part.call is None else "function_call_arguments"
         if event.what == "begins":
-            yield self._event("response.content_part.added", part=_content(part), **place)
+            begun: dict[str, Any] = {"content": []} if part.call is None else {"arguments": ""}
+            output.append(self._item(part, "in_progress") | begun)
+            yield self._event("response.output_item.added", item=output[-1], **at)
+        place: dict[str, Any] = at | {"item_id": output[-1]["id"]}
+        place |= {"content_index": 0} if part.call is None else {}
+        extra: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
+        if event.what == "begins" and part.call is None:
+            yield self._event("response.content_part.added", part=_content(Part(part.kind)), **place)
         elif event.what == "grows":
             yield self._event(f"response.{kind}.delta", delta=event.text, **extra, **place)
-        else:
+        elif event.what == "ends" and part.call is not None:
+            name, arguments = part.call.name, part.call.arguments
+            output[-1] |= {"status": "completed", "arguments": arguments}
+            yield self._event(f"response.{kind}.done", name=name, arguments=arguments, **place)
+        elif event.what == "ends":
             output[-1] |= {"status": _status(answer, part), "content": [_content(part)]}
             yield self._event(f"response.{kind}.done", text=part.text, **extra, **place)
             yield self._event("response.content_part.done", part=_content(part), **place)
+        if event.what == "ends":
             yield self._event("response.output_item.done", item=output[-1], **at)
-
-    def _call_events(self, item: dict[str, Any], at: dict[str, int]) -> Iterator[bytes]:
-        place = at | {"item_id": item["id"]}
-        kind, name, arguments = "response.function_call_arguments", item["name"], item["arguments"]
-        yield self._event("response.output_item.added", item=item | {"arguments": "", "status": "in_progress"}, **at)
-        yield self._event(f"{kind}.delta", delta=arguments, **place)
-        yield self._event(f"{kind}.done", name=name, arguments=arguments, **place)
-        yield self._event("response.output_item.done", item=item, **at)
 
     def failure(self, error: HttpError) -> bytes:
         told = self._event("error", **_error(error))

@@ -78,13 +78,13 @@ class Ticket:
     ) -> None:
         self.generation, self.job, self.loop, self._forget, self.drafted = generation, job, loop, forget, drafted
         self._progress: PromptProgress | None = None
-        self._ready = asyncio.Event()
+        self.ready = asyncio.Event()
         self._lock = threading.Lock()
         self._events: list[TokenEvent] = []
         self._failure: Exception | None = None
         self._is_over = False
         self._has_begun = False
-        self._is_read_whole = False
+        self.is_read_whole = False  # its events are wanted when the generation has ended, all at once
         self.submitted_s = monotonic()
 
     @property
@@ -99,8 +99,8 @@ class Ticket:
     async def __aiter__(self) -> AsyncIterator[list[TokenEvent]]:
         """Events in order, until the generation has ended. Raises what it failed with."""
         while True:
-            await self._ready.wait()
-            self._ready.clear()
+            await self.ready.wait()
+            self.ready.clear()
             with self._lock:
                 events, self._events = self._events, []
                 is_over = self._is_over
@@ -116,10 +116,6 @@ class Ticket:
         self.generation.cancel()
         self._forget(self)
 
-    def read_whole(self) -> None:
-        """Its events are wanted when the generation has ended, all at once."""
-        self._is_read_whole = True
-
     def take_progress(self) -> PromptProgress | None:
         """How much of the prompt is read, where that is to be told and has changed since the last call."""
         with self._lock:
@@ -131,7 +127,7 @@ class Ticket:
         with self._lock:
             self._progress = progress
         with suppress(RuntimeError):  # the loop is closed: nobody reads
-            self.loop.call_soon_threadsafe(self._ready.set)
+            self.loop.call_soon_threadsafe(self.ready.set)
 
     def post(self, metrics: Metrics, event: TokenEvent) -> bool:
         """The next event; called by the scheduler's thread. Whether the reader is to be woken for it."""
@@ -141,18 +137,14 @@ class Ticket:
         with self._lock:
             self._events.append(event)
             is_first = len(self._events) == 1  # else the reader is being woken and has not come yet
-        return is_first and not self._is_read_whole
+        return is_first and not self.is_read_whole
 
     def end(self, failure: Exception | None = None) -> None:
         with self._lock:
             if not self._is_over:  # the first reason is the one to tell
                 self._failure, self._is_over = failure, True
         with suppress(RuntimeError):  # the loop is closed: nobody reads
-            self.loop.call_soon_threadsafe(self._ready.set)
-
-    def wake(self) -> None:
-        """Let the reader see its events; called in its loop."""
-        self._ready.set()
+            self.loop.call_soon_threadsafe(self.ready.set)
 
 
 class Scheduler:
@@ -182,14 +174,6 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
-    def admit(self) -> None:
-        """Raises HttpError 429 where as many requests are being prepared as may be waited for, 503 at a stop."""
-        if self.num_preparing >= self.max_queued + self.model.options.sequences:
-            self.metrics.refused += 1
-            raise queue_full(self.num_preparing)
-        if self._is_stopping:
-            raise stopping()
-
     async def prepare(self, function: Callable[..., Returned], *args: Any) -> Returned:
         """Call what checks and encodes a request, in a thread of its own: one that takes long holds up nobody else.
 
@@ -214,41 +198,39 @@ class Scheduler:
 
         Raises HttpError 429 if the queue is full, 503 while the server stops, and the errors of `Model.stream`.
         """
-        self._check_room(len(jobs))  # before the work of preparing them
         drafted = [Counter[str]() for _ in jobs]
-        generations = await self.prepare(self._generations, jobs, drafted)
+        generations = await self.prepare(
+            lambda: [
+                self.model.stream(job.prompt_ids, job.sampling, job.options, partial(self._count_round, counts))
+                for job, counts in zip(jobs, drafted, strict=True)
+            ]
+        )
         loop = asyncio.get_running_loop()
         tickets = [
             Ticket(generation, job, loop, self.forget, counts)
             for generation, job, counts in zip(generations, jobs, drafted, strict=True)
         ]
         with self._changed:
-            self._check_room(len(jobs))
+            self.admit(len(jobs))
             self._waiting.extend(tickets)
             self._changed.notify()
         return tickets
-
-    def _generations(self, jobs: Sequence[Job], drafted: Sequence[Counter[str]]) -> list[Generation]:
-        return [
-            self.model.stream(job.prompt_ids, job.sampling, job.options, partial(self._count_round, counts))
-            for job, counts in zip(jobs, drafted, strict=True)
-        ]
 
     def _count_round(self, drafted: Counter[str], record: RoundRecord) -> None:
         self.metrics.count_round(record)
         if record.drafted_tokens:
             drafted[record.drafter or ""] += record.drafted_tokens
 
-    def _check_room(self, num_jobs: int) -> None:
+    def admit(self, num_jobs: int = 1) -> None:
+        """Raises HttpError 429 where as many requests are prepared, wait and run as may at once, 503 at a stop."""
         if self._is_stopping:
             raise stopping()
         most = self.max_queued + self.model.options.sequences
-        room = most - self.num_running - self.num_waiting
         if num_jobs > most:
             raise HttpError(400, f"{num_jobs} answers at once; this server takes at most {most}", param="n")
-        if num_jobs > room:
+        if num_jobs > most - self.num_running - self.num_waiting - self.num_preparing:
             self.metrics.refused += 1
-            raise queue_full(self.num_waiting)
+            raise queue_full(self.num_waiting + self.num_preparing)
 
     def forget(self, ticket: Ticket) -> None:
         """Take a cancelled ticket out of the queue, if it still waits."""
@@ -277,19 +259,17 @@ class Scheduler:
         self._thread.join(_JOIN_S)
 
     def _serve(self) -> None:
-        while self._has_work():
+        while True:
+            with self._changed:
+                while not self._waiting and not self._is_stopping:
+                    self._changed.wait()
+                if not self._waiting:
+                    return
             try:
                 with self.model.batch() as batch:
                     self._decode(batch)
             except Exception as exc:  # whatever it is, the readers must learn of it and the thread must go on
                 self._fail_all(exc)
-
-    def _has_work(self) -> bool:
-        """Wait until a job waits; False when the server stops."""
-        with self._changed:
-            while not self._waiting and not self._is_stopping:
-                self._changed.wait()
-            return bool(self._waiting)
 
     def _decode(self, batch: ContinuousBatch) -> None:
         """Run jobs until none is left, or until somebody else waits for the model."""
@@ -347,5 +327,6 @@ class Scheduler:
 
 
 def _wake(tickets: Sequence[Ticket]) -> None:
+    """Let their readers see the events; called in their loop."""
     for ticket in tickets:
-        ticket.wake()
+        ticket.ready.set()

@@ -1,12 +1,17 @@
-"""One served model: what is loaded, the defaults of its requests, the limits, and whether it is ready."""
+"""One served model: what is loaded, the defaults of its requests, the limits, and its life in memory."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import logging
+import math
 import time
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import Any, Self
 
 from edgespec.chat.template import read_template
@@ -18,11 +23,13 @@ from edgespec.loading.model_facts import ModelFacts
 from edgespec.memory.fit import chosen_context
 from edgespec.memory.plan import Room, planned
 from edgespec.runtime import Model
-from edgespec.server.http_errors import HttpError, queue_full
+from edgespec.server.http_errors import HttpError, queue_full, stopping
 from edgespec.server.metrics import Metrics
 from edgespec.server.requests import wrong
-from edgespec.server.residence import Places, Residence
+from edgespec.server.residence import Loading, Places
 from edgespec.server.scheduler import Scheduler
+
+logger = logging.getLogger("edgespec")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,7 @@ class Limits:
 
     max_queued: int = 32
     max_body_bytes: int = 8 * 1024 * 1024
-    timeout_s: float | None = 600.0
+    timeout_s: float | None = 3600.0
 
 
 def without_tag(name: str) -> str:
@@ -51,7 +58,7 @@ class Loaded:
     sampling: Sampling
     options: GenerateOptions
     reasoning_format: ReasoningFormat
-    residence: Residence
+    service: Service
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +88,13 @@ class Known:
         return cls(facts, length, embeds, sampling, max_tokens, settings)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Service:
     """The state of a model. `name`: what answers call it, never a path; `metrics`, `places`: of all models here.
 
-    `idle_unload_s`: see `Residence`. `ran_with`: what `/props` shows of its last load.
+    `idle_unload_s`: seconds without a request after which it is unloaded, None for never; a client may choose others
+    for as long as the model then stays loaded. `ran_with`: what `/props` shows of its last load. Requests are users
+    from before they wait for it until their answer has ended.
     """
 
     name: str
@@ -95,18 +104,125 @@ class Service:
     loaded: Loaded | None = None
     aliases: tuple[str, ...] = ()
     idle_unload_s: float | None = None
-    places: Places | None = None
+    places: Places = field(default_factory=Places)
     ran_with: dict[str, Any] = field(default_factory=dict)
+    files: Loading = field(init=False)
+    can_load: bool = False  # else it stays as it is
+    is_loading: bool = False
+    is_stopping: bool = False
+    num_waiting: int = 0  # users that wait for it
+    used_s: float = 0.0  # when a request last ended
+    loaded_s: float = 0.0
+    asked_s: float = 0.0  # when the wait for it began
     _known: Known | None = None
-    residence: Residence = field(init=False)
+    _num_users: int = 0
+    _idle_s: float = math.inf
+    _has_to_leave: bool = False
+    _awaited: Future[None] | None = None  # of the users that wait until it is loaded
+    _preloaded: Future[None] | None = None
 
-    def __post_init__(self) -> None:
-        self.residence = Residence(self._unload, self.idle_unload_s, self.places, name=self.name)
+    def begin(self, files: Loading) -> None:
+        """Load the model when it is needed, and unload it when it is not used."""
+        self.files, self.can_load = files, True
+        self.places.add(self)
 
     @property
     def names(self) -> tuple[str, ...]:
         """All that clients may call it."""
         return tuple(dict.fromkeys((self.name, *self.aliases)))
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the model is unloaded if no request comes; infinite for never."""
+        used_s = 0.0 if self._num_users else monotonic() - self.used_s
+        return max(self._idle_s - used_s, 0.0)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a request that comes now need not wait."""
+        return self.loaded is not None and not self._has_to_leave
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it is to be loaded."""
+        return self.loaded is None and not self.is_stopping and (self.num_waiting > 0 or self.is_loading)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request uses it."""
+        return self._num_users == self.num_waiting
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is to be unloaded now."""
+        return self.is_idle and not self.is_stopping and (self._has_to_leave or self.left_s <= 0)
+
+    def make_way(self, has_to: bool) -> None:
+        """Take no new requests and go once it is idle; `has_to` False: stay."""
+        self._has_to_leave = has_to
+        if self.is_open:
+            self._answer(None)
+
+    def preload(self) -> Future[None]:
+        """Load it now, before a request needs it. Raises what loading raises, in the future."""
+        with self.places.changed:
+            self.is_loading, self.asked_s = True, monotonic()
+            self._preloaded = Future()
+            self.places.changed.notify_all()
+        return self._preloaded
+
+    @asynccontextmanager
+    async def using(self) -> AsyncIterator[Loaded]:
+        """What is loaded, which it stays within the block; where it is not, it is loaded first.
+
+        Raises HttpError 503 where it cannot be loaded, and when the server stops meanwhile; 429 where too many wait.
+        """
+        if self.num_waiting > self.limits.max_queued and not self.is_open:
+            self.metrics.refused += 1
+            raise queue_full(self.num_waiting)
+        await self._enter()
+        try:
+            yield self.require()
+        finally:
+            self._leave()
+
+    async def _enter(self) -> None:
+        """Be a user from now on, and wait until the model is loaded."""
+        with self.places.changed:
+            if self.is_stopping:
+                raise stopping()
+            if not self.can_load:
+                self.require()
+            self._num_users += 1
+            if self.is_open:
+                return
+            if self._awaited is None:
+                self._awaited = Future()
+                self._awaited.set_running_or_notify_cancel()  # one of its waiters cannot cancel it for all
+                self.asked_s = monotonic()
+            awaited = self._awaited
+            self.num_waiting += 1
+            self.places.changed.notify_all()
+        try:
+            await asyncio.wrap_future(awaited)
+        except BaseException:
+            with self.places.changed:
+                if self._awaited is awaited:  # it is still waited for
+                    self.num_waiting -= 1
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        with self.places.changed:
+            self._num_users -= 1
+            self.used_s = monotonic()
+            self.places.changed.notify_all()
+
+    def keep_for(self, idle_s: float) -> None:
+        """Unload the model after `idle_s` without a request, infinite for never, until it is loaded the next time."""
+        with self.places.changed:
+            self._idle_s = idle_s
+            self.places.changed.notify_all()
 
     def use(
         self,
@@ -116,14 +232,14 @@ class Service:
         reasoning_format: ReasoningFormat = "auto",
     ) -> None:
         """Answer with `model` from now on. `sampling` None: as the model recommends, with random seeds."""
-        self.loaded = Loaded(
+        loaded = Loaded(
             self.name,
             model,
             Scheduler(model, self.limits.max_queued, self.metrics),
             sampling or model.recommended_sampling,
             replace(options or GenerateOptions(), logprobs=False),
             reasoning_format,
-            self.residence,
+            self,
         )
         engine = model.target.facts
         self.ran_with = {
@@ -132,20 +248,18 @@ class Service:
             "drafter": model.drafter_name,
             "reproducible": model.reproducible,
         }
-        self.residence.has_loaded()
-
-    def _unload(self) -> None:
-        if (loaded := self.loaded) is not None:
-            self.loaded = None
-            _free(loaded)
-            del loaded
-            gc.collect()  # what holds it in a cycle
+        with self.places.changed:
+            self.loaded, self.is_loading = loaded, False
+            self._idle_s = math.inf if self.idle_unload_s is None else self.idle_unload_s
+            self.used_s = self.loaded_s = monotonic()
+            self._answer(None)
+            self.places.changed.notify_all()
 
     @property
     def known(self) -> Known:
         """Reads the model's files the first time. Raises HttpError and EdgespecError."""
         if self._known is None:
-            self._known = self.residence.loading.known() if self.residence.can_load else self._of_loaded()
+            self._known = self.files.known() if self.can_load else self._of_loaded()
         return self._known
 
     def _of_loaded(self) -> Known:
@@ -158,39 +272,73 @@ class Service:
         loaded = self.loaded
         return self.known.context_length if loaded is None else loaded.model.context_length
 
-    @asynccontextmanager
-    async def using(self) -> AsyncIterator[Loaded]:
-        """What is loaded, which it stays within the block; where it is not, it is loaded first.
-
-        Raises HttpError 503 where it cannot be loaded, and when the server stops meanwhile; 429 where too many wait.
-        """
-        residence = self.residence
-        if residence.num_waiting > self.limits.max_queued and not residence.is_open:
-            self.metrics.refused += 1
-            raise queue_full(residence.num_waiting)
-        await residence.enter()
-        try:
-            yield self.require()
-        finally:
-            residence.leave()
-
     def require(self) -> Loaded:
         """What is loaded. Raises HttpError 503 before."""
         if self.loaded is None:
             raise HttpError(503, "the model is not loaded: try again soon", code="loading")
         return self.loaded
 
+    def _answer(self, failure: Exception | None) -> None:
+        """Let those that wait go on."""
+        awaited, self._awaited = self._awaited, None
+        self.num_waiting = 0
+        if awaited is None:
+            return
+        if failure is None:
+            awaited.set_result(None)
+        else:
+            awaited.set_exception(failure)
+
     def stop(self) -> None:
-        """Accept no more requests; the running one goes on."""
-        self.residence.stop()
+        """Load and unload nothing from now on, and accept no more requests; the running ones go on."""
+        with self.places.changed:
+            self.is_stopping = True
+            self._answer(stopping())
+            self.places.changed.notify_all()
         if self.loaded is not None:
             self.loaded.scheduler.stop()
 
     def close(self) -> None:
-        """End what runs and free the model. Blocks until that is done, but not for a load."""
-        self.residence.close()
+        """End what runs and free the model. Blocks until that is done, but not for a load: that one is freed after."""
+        self.stop()
+        self.places.close()
         if self.loaded is not None:
             _free(self.loaded)
+
+    # -- what the thread of its places calls
+
+    def load(self) -> None:
+        self.is_loading, began_s = True, monotonic()
+        self.files.load()
+        logger.info("model %r is loaded, which took %.1f s", self.name, monotonic() - began_s)
+        if (preloaded := self._preloaded) is not None and not preloaded.done():
+            preloaded.set_result(None)
+        if self.is_stopping:
+            self.unload()
+
+    def fail(self, why: BaseException) -> None:
+        """It could not be loaded."""
+        if (preloaded := self._preloaded) is not None and not preloaded.done():
+            preloaded.set_exception(why)  # whose owner says it
+        else:
+            logger.warning("model %r cannot be loaded: %s", self.name, why)
+        message = f"model {self.name!r} cannot be loaded: the server's log says why"
+        with self.places.changed:
+            self.is_loading = False
+            self._answer(HttpError(503, message, code="load_failed"))
+
+    def unload(self) -> None:
+        """Who comes from now on waits until it is loaded again."""
+        with self.places.changed:
+            loaded, self.loaded, self._has_to_leave = self.loaded, None, False
+        try:
+            if loaded is not None:
+                _free(loaded)
+                del loaded
+                gc.collect()  # what holds it in a cycle
+            logger.info("model %r is unloaded: the next request loads it again", self.name)
+        except Exception as exc:  # the next load may say more
+            logger.warning("unloading model %r failed: %s: %s", self.name, type(exc).__name__, exc)
 
 
 def _free(loaded: Loaded) -> None:
@@ -220,16 +368,9 @@ class Services:
     def metrics(self) -> Metrics:
         return self.default.metrics
 
-    def count_request(self, path: str, status: int) -> None:
-        self.metrics.answered[path, status] += 1
-
-    @property
-    def has_loaded(self) -> bool:
-        return any(service.loaded is not None for service in self.all)
-
     @property
     def is_loading(self) -> bool:
-        return any(service.residence.is_loading for service in self.all)
+        return any(service.is_loading for service in self.all)
 
     def named(self, name: str | None, path: str = "", notes: list[str] | None = None) -> Service:
         """The one that a request to `path` asks for. `notes`: get that it has another name. Raises HttpError 404 where

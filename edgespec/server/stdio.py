@@ -21,16 +21,14 @@ from msgspec import Meta
 
 from edgespec import __version__
 from edgespec.errors import shown
-from edgespec.reports import Stats
 from edgespec.server.answer import (
     Answer,
+    Delta,
     Exchange,
-    Piece,
     answering,
     compact,
     logprobs_of,
     prompt_progress,
-    timings,
     usage,
 )
 from edgespec.server.chat import read_chat
@@ -86,16 +84,10 @@ class _Request:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """`usage`, `timings` and `seed` as far as it has come."""
+        """`usage`, `timings` and `seed` as far as it has come; nothing of one that was not read yet."""
         if self.answer is None:
-            counted: dict[str, Any] = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-            counted |= {"prompt_tokens_details": {"cached_tokens": 0}}
-            return {"usage": counted, "timings": timings(Stats()), "seed": None}
-        return {
-            "usage": usage([self.answer]),
-            "timings": self.answer.timings,
-            "seed": self.answer.seed,
-        }
+            return {}
+        return {"usage": usage([self.answer]), "timings": self.answer.timings, "seed": self.answer.seed}
 
 
 class _Sidecar:
@@ -115,7 +107,7 @@ class _Sidecar:
         writer = threading.Thread(target=self._write, name="edgespec-stdout", daemon=True)
         writer.start()
         self.emit("hello", protocol=PROTOCOL, version=__version__)
-        loaded = self._services.default.residence.preload()
+        loaded = self._services.default.preload()
         loaded.add_done_callback(lambda done: loop.call_soon_threadsafe(self._on_loaded, done))
         threading.Thread(target=self._read, args=(source, loop), name="edgespec-stdin", daemon=True).start()
         with handling(lambda *_: loop.call_soon_threadsafe(self._lines.put_nowait, None)):
@@ -210,8 +202,8 @@ class _Sidecar:
                     raise bad_request("each request gets one answer, which is always streamed: leave out n and stream")
                 async with answering(exchange, notes) as (answer,):
                     request.answer = answer
-                    async for piece in answer.pieces():
-                        self._emit_piece(request_id, piece, loaded.model.target.vocabulary)
+                    async for delta in answer.deltas():
+                        self._emit_delta(request_id, delta, loaded.model.target.vocabulary)
                     notes = [*dict.fromkeys([*notes, *answer.ticket.stats.notes])]  # those of its drafters
         except Exception as exc:
             if not request.is_cancelled:  # an answer that was cut by that is no failure
@@ -220,17 +212,20 @@ class _Sidecar:
         told = {"notes": notes} if notes else {}
         self.emit("done", id=request_id, finish_reason=request.finish_reason, **request.counts, **told)
 
-    def _emit_piece(self, request_id: str, piece: Piece, vocabulary: Vocabulary) -> None:
-        if piece.progress is not None:
-            self.emit("progress", id=request_id, **prompt_progress(piece.progress))
-        calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in piece.calls]
-        others: dict[str, Any] = {"tool_calls": calls} if calls else {}
-        others |= {"reasoning": piece.reasoning} if piece.reasoning else {}
-        if any(tokens := (piece.tokens, piece.reasoning_tokens)):
-            content, reasoning = (logprobs_of(vocabulary, each) for each in tokens)
-            others["logprobs"] = {"content": content} | ({"reasoning": reasoning} if reasoning else {})
-        if piece.text or others:
-            self.emit("delta", id=request_id, text=piece.text, **others)
+    def _emit_delta(self, request_id: str, delta: Delta, vocabulary: Vocabulary) -> None:
+        if delta.progress is not None:
+            self.emit("progress", id=request_id, **prompt_progress(delta.progress))
+            return
+        is_text, call = delta.part.kind != "reasoning", delta.part.call
+        others: dict[str, Any] = {}
+        if call is not None:
+            others["tool_calls"] = [{"id": call.id, "name": call.name, "arguments": call.arguments}]
+        elif not is_text and delta.text:
+            others["reasoning"] = delta.text
+        if delta.tokens:
+            tokens = logprobs_of(vocabulary, delta.tokens)
+            others["logprobs"] = {"content": tokens} if is_text else {"content": [], "reasoning": tokens}
+        self.emit("delta", id=request_id, text=delta.text if is_text else "", **others)
 
     def _fail(self, request_id: str | None, error: HttpError) -> None:
         self.emit("error", id=request_id, **error.body(""))

@@ -168,7 +168,7 @@ class Answering:
         values = await asyncio.to_thread(parse_object, body)
         service = services.asked_by(values, path, notes)
         # Of several models the one that answers at once may have to make way for another before the stream begins.
-        may_wait = services.are_several or not service.residence.is_open
+        may_wait = services.are_several or not service.is_open
         if self._streams and may_wait and values.get("stream", self._form.streams_by_default) is True:
             stream.opened.set()
         async with service.using() as loaded:

@@ -22,7 +22,7 @@ KEYS = {
     *("total", "domains", "accepted_lengths", "cost_curve", "draft_token_s"),
 }
 FIGURES = {
-    *("num_trials", "verdict", "speedup", "pooled_speedup", "whole_answer_speedup", "noise", "acceptance_rate"),
+    *("num_trials", "verdict", "speedup", "whole_answer_speedup", "noise", "acceptance_rate"),
     *("mean_accepted_length", "standard", "speculative"),
 }
 SIDE = {"tokens_per_second", "pooled_tokens_per_second", "num_tokens", "time"}
@@ -35,9 +35,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    lines = [{"domain": "dialogue", "text": "Find me a bus to Fresno."}, {"domain": "code", "text": "def add(a, b):"}]
-    path.write_text("\n".join(json.dumps(line) for line in lines))
+    path = tmp_path / "prompts.txt"
+    path.write_text("Find me a bus to Fresno.\ndef add(a, b):\n")
     return path
 
 
@@ -51,7 +50,7 @@ def report(*arguments: str) -> dict[str, Any]:
 def test_json_is_one_object_with_exactly_the_promised_keys(pair, prompts):
     found = report(*pair, *QUICK, "--prompts", str(prompts), "--drafter", "model", "--draft-length", "3")
     assert set(found) == KEYS
-    assert set(found["domains"]) == {"dialogue", "code"}
+    assert set(found["domains"]) == {"prompts"}
     for figures in (found["total"], *found["domains"].values()):
         assert set(figures) == FIGURES
         assert set(figures["standard"]) == set(figures["speculative"]) == SIDE
@@ -62,13 +61,16 @@ def test_json_is_one_object_with_exactly_the_promised_keys(pair, prompts):
 
 
 def test_the_table_and_the_notes(pair, prompts):
-    result = run(*pair, *QUICK, "--prompts", str(prompts), "--reproducible")
+    drawn = prompts.with_suffix(".svg")
+    result = run(*pair, *QUICK, "--domain", "prose", "--domain", "copying", "--reproducible", "--plot", str(drawn))
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert lines[0].split()[:2] == ["domain", "runs"]
-    assert [line.split()[0] for line in lines[1:4]] == ["dialogue", "code", "all"]
-    assert "identical to plain decoding in the same mode, 2 of 2 prompts" in result.stdout
-    assert sum(" -> " in line for line in result.stderr.splitlines()) == 2
+    assert [line.split()[0] for line in lines[1:4]] == ["prose", "copying", "all"]
+    assert "identical to plain decoding in the same mode, 4 of 4 prompts" in result.stdout
+    assert sum(" -> " in line for line in result.stderr.splitlines()) == 4
+    picture = drawn.read_text(encoding="utf-8").replace("&#160;", " ")
+    assert picture.startswith("<svg") and "identical to plain decoding" in picture
 
 
 def test_the_built_in_prompts_and_synthetic_domains(pair):
@@ -90,13 +92,13 @@ def test_a_sweep_shows_the_best_fixed_setting_beside_auto(pair, prompts):
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0].split()[:2] == ["domain", "plain"]
-    assert [line.split()[0] for line in lines[1:4]] == ["dialogue", "code", "all"]
-    assert any(line.split() == ["draft", "length", "2", "4", "8"] for line in lines)
+    assert lines[1].split()[0] == "prompts"
+    assert any(line.split() == ["draft", "length", "1", "2", "4", "8", "12"] for line in lines)
     swept = report(*arguments)["sweep"]
-    assert set(swept) == {"dialogue", "code", "all"}
+    assert set(swept) == {"prompts", "all"}
     settings = swept["all"]["settings"]
     assert [one["draft_length"] for one in settings[:2]] == ["auto", "auto"]  # plain decoding and auto
-    assert {one["draft_length"] for one in settings[2:]} == {2, 4, 8}
+    assert {one["draft_length"] for one in settings[2:]} == {1, 2, 4, 8, 12}
     fixed = [one for one in settings if one["draft_length"] != "auto" or one["drafter"] == "none"]
     best = max(fixed, key=lambda one: one["speedup"])
     assert swept["all"]["best"] == {"drafter": best["drafter"], "draft_length": best["draft_length"]}
@@ -111,7 +113,7 @@ def test_an_explanation_has_expected_and_measured_speed(pair, prompts):
     assert "expected speedup" in result.stdout.splitlines()[-1]
     explained = report(*arguments)["explain"]
     assert explained["drafter"] == "model" and 0 < explained["acceptance"] <= 1
-    assert [one["draft_length"] for one in explained["lengths"]] == [1, 2, 3, 4, 6, 8, 12]
+    assert [one["draft_length"] for one in explained["lengths"]] == [1, 2, 4, 8, 12]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,9 @@ def test_an_explanation_has_expected_and_measured_speed(pair, prompts):
         (["--draft-length", "0"], "draft-length 0"),
         (["--prompts", "nowhere.txt"], "nowhere.txt cannot be read"),
         (["--domain", "dialog"], "did you mean 'dialogue'"),
-        (["--sweep", "--plot", "x.png"], "leave --sweep and --explain out"),
+        (["--sweep", "--plot", "x.svg"], "leave --sweep and --explain out"),
+        (["--plot", "x.png"], "must end in .svg"),
+        (["--plot", "nowhere/x.svg"], "does not exist"),
         (["--repeat", "0"], "0 is not in the range"),
         (["--temp", "-1"], "--temp"),
         (["--repaet", "2"], "did you mean '--repeat'"),

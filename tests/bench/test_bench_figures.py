@@ -60,22 +60,19 @@ def test_a_difference_that_plain_decoding_has_from_itself_is_no_verdict():
 def test_without_a_draft_there_is_no_ratio():
     figures = Summary([trial(1.0, 0.8, drafted=0)] * 3).to_json()
     assert figures["verdict"] == "undrafted"
-    assert {figures[name] for name in ("speedup", "pooled_speedup", "whole_answer_speedup")} == {None}
-    assert Summary([trial(1.0, 0.8, drafted=0), trial(1.0, 0.5)]).pooled_speedup == pytest.approx(20 / 1.3 / 10)
+    assert {figures[name] for name in ("speedup", "whole_answer_speedup")} == {None}
 
 
-def test_pooled_and_median_speedup_weigh_differently():
+def test_whole_answers_and_the_median_weigh_differently():
     summary = Summary([trial(1.0, 0.5), trial(1.0, 0.5), trial(100.0, 200.0)])
     assert summary.speedup is not None
     assert summary.speedup.median == pytest.approx(2.0)
-    assert summary.pooled_speedup == pytest.approx(102 / 201)
     assert summary.whole_speedup == pytest.approx(103.5 / 202.5)
 
 
 def test_an_answer_of_one_token_has_no_rate():
     summary = Summary([trial(0.0, 0.0, tokens=1)])
     assert summary.speedup is None
-    assert summary.pooled_speedup is None
     assert summary.to_json()["standard"]["tokens_per_second"] is None
     assert summary.verdict == "unknown"
 

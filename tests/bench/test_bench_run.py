@@ -1,23 +1,19 @@
-"""Benchmark runs on table engines: empty caches, alternating order, report, picture."""
+"""Benchmark runs on table engines: empty caches, alternating order, report."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections import Counter
 from typing import Any
 
 import pytest
 
 from bench_table import table_model
-from edgespec.bench.plot import check_plot, draw
 from edgespec.bench.prompts import BenchPrompt
 from edgespec.bench.report import report_of, table_lines
 from edgespec.bench.runner import Measurement, Runner, Task, Trial, first_divergence, tasks_of
 from edgespec.config.options import GenerateOptions, Sampling
-from edgespec.errors import CapabilityError, ConfigError
-from edgespec.installation import install_command
 from edgespec.runtime import Model
 from shared_passes import shared_model
 
@@ -124,28 +120,6 @@ def test_flat_pass_costs_give_a_speedup(tmp_path, monkeypatch):
     assert found["total"]["verdict"] == "gains"
     assert any(line.startswith("speculation is faster") for line in table_lines(found))
     assert found["num_identical"] == len(prompts)
-
-
-# the picture
-
-
-def test_the_picture_is_drawn_from_any_report(model, tmp_path):
-    pytest.importorskip("matplotlib", reason="the picture needs scripts/run.py install bench")
-    whole, path = report(model, trials(model)), tmp_path / "all.png"
-    draw(whole, path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    empty = whole | {"domains": {}, "accepted_lengths": {}}
-    draw(empty, tmp_path / "empty.png")
-
-
-def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    for path, said in ((tmp_path / "x.pdf", "must end in .png"), (tmp_path / "no" / "x.png", "does not exist")):
-        with pytest.raises(ConfigError, match=said):
-            check_plot(path)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(CapabilityError, match=re.escape(install_command("bench"))):
-        check_plot(tmp_path / "x.png")
 
 
 # verify

@@ -16,8 +16,7 @@ import pytest
 
 from demo import DEMO
 from peers.base import Answer, Files, Question, Refusal, Runtime, Settings, serve
-from peers.field import Contestant, contestants, tune
-from peers.over_http import arguments
+from peers.field import Contestant, tune
 from peers.process import Reply
 from peers.report import Cell, Journal, Row, markdown, rows_of
 
@@ -137,37 +136,6 @@ def test_a_sweep_takes_the_best_of_each_axis_and_passes_over_what_fails() -> Non
         tune(Contestant("x", "plain", "x", {"threads": (3,)}), {}, [Question([[1]], 4)], open_child, [], told.append)
     again, _ = tune(contestant, {"flash": True}, [Question([[1, 2]], 4)], open_child, told, told.append)
     assert again == best and len(opened) == 5 + 1 + 1  # only what failed is tried again
-
-
-def test_who_takes_part() -> None:
-    def names(*chosen: str, roles: Sequence[str] = (), clients: int = 1, is_cold: bool = False) -> set[str]:
-        return {each.name for each in contestants(chosen, roles, clients, [2, 1], is_cold=is_cold)}
-
-    assert names("edgespec") == {"edgespec plain", "edgespec default"}
-    assert names("edgespec", roles=["draft"], is_cold=True) - names("edgespec") == {
-        "edgespec default alone",
-        "edgespec default cold",
-    }
-    assert names("llama-server/lookup", "llama-cpp-python/plain") == {"llama-server lookup", "llama-cpp-python plain"}
-    assert "llama-server draft" in names("llama-server", roles=["draft"])
-    assert names("edgespec", "llama-server/plain", "llama-cpp-python", clients=4) == {
-        "edgespec plain",
-        "edgespec default",
-        "llama-server plain",
-    }
-
-
-def test_flags_of_llama_server() -> None:
-    files = {"target": "t.gguf", "draft": "d.gguf", "context": "512", "clients": "4"}
-    plain = {"setting": "plain", "threads": 2, "flash_attention": "off"}
-    base = arguments(files, plain)
-    assert base[base.index("--ctx-size") + 1] == "2048" and base[base.index("--parallel") + 1] == "4"
-    draft = arguments(files, {**plain, "setting": "draft", "max_tokens": 5, "min_probability": 0.4})
-    assert draft[len(base) :][:4] == ["--spec-type", "draft-simple", "--model-draft", "d.gguf"]
-    lookup = {**plain, "setting": "lookup", "ngram": 3, "max_tokens": None}
-    assert arguments(files, {**lookup, "type": "ngram-cache"})[len(base) :] == ["--spec-type", "ngram-cache"]
-    assert arguments(files, {**lookup, "type": "ngram-mod"})[-2:] == ["--spec-ngram-mod-n-match", "3"]
-    assert arguments(files, {**lookup, "type": "default"})[-1] == "--spec-default"
 
 
 def compare(folder: Path, *options: str, target: str = "demo-target-q8_0.gguf") -> subprocess.CompletedProcess[str]:

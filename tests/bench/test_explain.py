@@ -8,18 +8,17 @@ import pytest
 
 from edgespec.bench.report import Side
 from edgespec.bench.runner import Measurement
-from edgespec.bench.sweep import Costs, balance, changes, threshold
-from edgespec.control.prices import expected_speedup
+from edgespec.bench.sweep import Costs, balance, changes, expected_speedup, threshold
 from edgespec.reports import Stats
 
 ROUND_S = [0.0, 0.1, *(0.12 + 0.02 * extra for extra in range(15))]
 COSTS = Costs(0.1, ROUND_S, 0.01, acceptance=0.8)
 
 
-def test_with_a_flat_cost_it_is_leviathans_formula() -> None:
+def test_with_flat_costs_it_is_leviathans_formula() -> None:
     for length in (1, 4, 8):
         by_hand = (1 - 0.8 ** (length + 1)) / (0.2 * (1 + length * 0.1))
-        assert COSTS.expected(length, is_flat=True) == pytest.approx(by_hand)
+        assert replace(COSTS, round_s=[0.1] * 17).expected(length) == pytest.approx(by_hand)
         assert COSTS.expected(length) == pytest.approx(expected_speedup(0.8, length, ROUND_S, 0.01))
         assert 1 < replace(COSTS, drafting=0.5).expected(length) < COSTS.expected(length)
 

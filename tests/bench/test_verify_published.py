@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("gguf", reason="tiny models are written with the package gguf")
 
 import tiny_gemma4
 import tiny_mixtures
@@ -99,42 +96,6 @@ def test_a_head_comes_with_its_target_and_leaves_with_it(run: Run, tmp_path: Pat
     assert told["draft"] == "mtp-gemma.gguf" and len(told["files"]) == 2
     assert told["differs"] == [] and told["drafter"] in ("auto", "mtp")
     assert not (tmp_path / "models" / "verify-gemma").exists()
-
-
-STAND_IN = """#!{python}
-import json, sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-flags = sys.argv[1:]
-if "--spec-default" in flags:
-    sys.exit("error: unknown argument: --spec-default")
-rate = 100.0 + len(flags)
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self): self.answer({{}})
-    def do_POST(self): self.answer({{"timings": {{"predicted_per_second": rate}}}})
-    def log_message(self, *_): pass
-    def answer(self, told):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps(told).encode())
-
-HTTPServer(("127.0.0.1", int(flags[flags.index("--port") + 1])), Handler).serve_forever()
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a script that is run by its first line")
-def test_llama_cpps_server_is_asked_in_each_of_its_ways(run: Run, tmp_path: Path) -> None:
-    """With a server that answers nothing but speeds: what is asked of it, and that a refusal is no failure."""
-    server = tmp_path / "llama-server"
-    server.write_text(STAND_IN.format(python=sys.executable), encoding="utf-8")
-    server.chmod(0o755)
-    found = run("gemma", "--llama-server", str(server))
-    theirs = found["verify-gemma"]["llama_server"]
-    assert "unknown argument" in theirs["--spec-default"]
-    assert (
-        theirs["best"].startswith("--spec-type draft-mtp --spec-draft-n-max") and theirs["best_per_s"] > theirs["plain"]
-    )
-    assert f"({theirs['best']})" in found["table"]
 
 
 def test_what_fails_says_what_to_do(run: Run, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -70,16 +69,12 @@ def test_generate_and_chat_answer(base: Environment):
 
 def test_every_command_starts(base: Environment):
     """What a command imports lies in the package: the checkout's scripts do not come with it."""
-    with ThreadPoolExecutor() as pool:  # each is a process of its own: as many at once as there are cores
-        ran = pool.map(lambda name: base.run(base.edgespec, name, "--help"), COMMANDS)
-        for command, done in zip(COMMANDS, ran, strict=True):
-            assert done.returncode == 0, (command, done.stderr)
-
-
-def test_doctor_is_content(base: Environment):
-    done = base.run(base.edgespec, "doctor", "--json")
-    assert done.returncode == 0, done.stdout
-    assert json.loads(done.stdout)["problems"] == []
+    code = (
+        "import sys\nfrom edgespec.cli.main import cli\nfor name in sys.argv[1:]:\n"
+        "    try: cli.main([name, '--help'])\n    except SystemExit as left: assert not left.code, name"
+    )
+    done = base.run(base.python, "-c", code, *COMMANDS)
+    assert done.returncode == 0 and done.stdout.count("Usage: ") == len(COMMANDS), done.stderr
 
 
 def test_the_kernels_were_compiled_and_load(base: Environment):
@@ -87,19 +82,3 @@ def test_the_kernels_were_compiled_and_load(base: Environment):
     code = "from edgespec.kernels.library import library_path, why_missing; print(library_path() or why_missing())"
     found = base.run(base.python, "-c", code).stdout.strip()
     assert (base.folder / "env") in Path(found).parents and Path(found).is_file(), found
-
-
-def test_gguf_names_what_pip_finds(base: Environment):
-    file = ROOT / "models/demo/demo-target-q8_0.gguf"
-    done = base.run(base.edgespec, "generate", "-p", "hello", "--engine", "llamacpp", file)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert "-m pip install llama-cpp-python" in line.replace("'", "").replace('"', "")
-
-
-@pytest.mark.quiet
-def test_the_package_imports_fast(base: Environment):
-    """Under 150 ms is what a program that embeds it waits for; the parts come when they are used."""
-    code = "import time; began = time.perf_counter(); import edgespec; print(time.perf_counter() - began)"
-    times_s = [float(base.run(base.python, "-c", code).stdout) for _ in range(5)]
-    assert min(times_s) < 0.15

@@ -45,12 +45,16 @@ def saved(path) -> list[dict[str, str]]:
     return json.loads(path.read_text(encoding="utf-8"))["messages"]
 
 
+def asked(path) -> list[str]:
+    return [message["content"] for message in saved(path) if message["role"] == "user"]
+
+
 def test_each_line_is_answered(model, tmp_path):
     path = tmp_path / "saved.json"
-    result = chat(model, "hello", "", "and again", f"/save {path}")
-    assert result.exit_code == 0, result.stderr
+    result = chat([*model, "--stats"], "hello", "", "and again", f"/save {path}")
+    assert result.exit_code == 0 and re.search(r"prompt \d+ \(\d+ cached\)", result.stderr), result.stderr
     assert [message["role"] for message in saved(path)] == ["user", "assistant"] * 2
-    assert [m["content"] for m in saved(path) if m["role"] == "user"] == ["hello", "and again"]
+    assert asked(path) == ["hello", "and again"]
     for message in saved(path)[1::2]:
         assert message["content"] in result.stdout
 
@@ -73,25 +77,15 @@ def test_what_ollama_writes_behind_set_and_show(model):
     result = chat(model, *typed, *more)
     assert not [line for line in result.stderr.splitlines() if line.startswith("error")]
     settings = {line.split()[0]: line.split()[1] for line in result.stderr.splitlines() if len(line.split()) > 1}
-    assert (settings["temp"], settings["max-tokens"], settings["ctx-size"], settings["raw"]) == (
-        "0.0",
-        "5",
-        "512",
-        "on",
-    )
+    assert [settings[name] for name in ("temp", "max-tokens", "ctx-size", "raw")] == ["0.0", "5", "512", "on"]
     assert "system prompt: Be brief." in result.stderr and "quantisation  Q8_0" in result.stderr
     assert "tokens/s" in result.stderr, "verbose shows the speed of an answer"
-
-
-def test_the_second_turn_reuses_the_cache_of_the_first(model):
-    said = chat([*model, "--stats"], "hello hello hello", "more").stderr
-    assert re.search(r"prompt \d+ \(\d+ cached\)", said)
 
 
 def test_undo_takes_the_exchange_back(model, tmp_path):
     path = tmp_path / "saved.json"
     chat(model, "one", "two", "/undo", f"/save {path}", "/undo", "/undo")
-    assert [message["content"] for message in saved(path) if message["role"] == "user"] == ["one"]
+    assert asked(path) == ["one"]
     assert "nothing to undo" in chat(model, "/undo").stderr
 
 
@@ -159,7 +153,7 @@ def test_unset_takes_a_setting_back(model):
     shown = said.splitlines()
     assert any(re.fullmatch(r"temp +0\.8 *", line) for line in shown)
     assert not any(line.startswith(("json-schema  ", "stop  ", "system  ")) for line in shown)
-    assert any(re.fullmatch(r"seed +\d+ +this chat *", line) for line in shown)
+    assert any(re.fullmatch(r"seed +\d+ +chosen at random *", line) for line in shown)
     assert any(re.fullmatch(r"drafter +auto *", line) for line in shown)
 
 
@@ -203,10 +197,6 @@ def test_a_drafter_that_is_missing_is_said_when_it_is_set(target_path):
     assert result.stdout.strip() and re.search(r"^drafter +auto *$", result.stderr, re.MULTILINE)
 
 
-def asked(path) -> list[str]:
-    return [message["content"] for message in saved(path) if message["role"] == "user"]
-
-
 def test_a_file_goes_behind_the_next_message(model, tmp_path):
     (tmp_path / "notes").write_text("one\ntwo\n")
     path, read = tmp_path / "saved.json", f"/read {tmp_path / 'notes'}"
@@ -243,14 +233,13 @@ def test_every_command_is_in_the_help(model):
 def test_a_message_may_have_several_lines(model, tmp_path):
     path = tmp_path / "saved.json"
     chat(model, '"""one', "/two", 'three"""', '"""', "alone", '"""', '"""same line"""', f"/save {path}")
-    assert [m["content"] for m in saved(path) if m["role"] == "user"] == ["one\n/two\nthree", "alone", "same line"]
+    assert asked(path) == ["one\n/two\nthree", "alone", "same line"]
 
 
 def test_what_begins_with_a_slash_and_is_no_command_is_said(model, tmp_path):
     path = tmp_path / "saved.json"
     chat(model, FENCE, "/exit now?", FENCE, "/usr/bin/env is missing", f"/save {path}")
-    said = [m["content"] for m in saved(path) if m["role"] == "user"]
-    assert said == ["/exit now?", "/usr/bin/env is missing"]
+    assert asked(path) == ["/exit now?", "/usr/bin/env is missing"]
 
 
 def test_a_full_context_drops_the_oldest_turns_and_says_so(model, tmp_path):
@@ -259,17 +248,7 @@ def test_a_full_context_drops_the_oldest_turns_and_says_so(model, tmp_path):
     result = chat([*model, "-c", "96"], *lines, f"/save {path}")
     assert result.exit_code == 0, result.stderr
     assert re.search(r"the context of \d+ tokens is full: dropped the oldest \d+ exchange", result.stderr)
-    questions = [message["content"] for message in saved(path) if message["role"] == "user"]
-    assert questions == lines[-len(questions) :]
-    assert 0 < len(questions) < len(lines)
-
-
-def test_a_message_that_never_fits_is_refused_and_removed(model, tmp_path):
-    path = tmp_path / "saved.json"
-    result = chat([*model, "-c", "64"], "word " * 200, "hello", f"/save {path}")
-    assert result.exit_code == 2
-    assert "the message alone makes a prompt of" in result.stderr
-    assert [m["content"] for m in saved(path) if m["role"] == "user"] == ["hello"]
+    assert asked(path) == lines[-len(asked(path)) :] and 0 < len(asked(path)) < len(lines)
 
 
 # history
@@ -366,3 +345,11 @@ def test_ctrl_z_at_the_prompt_gives_the_shell_back(target_path, private_home):
         terminal.wait_for(ASKING)
         terminal.type("\x04")
         terminal.wait_for("all over")
+
+
+def test_a_message_that_never_fits_is_refused_and_removed(model, tmp_path):
+    path = tmp_path / "saved.json"
+    result = chat([*model, "-c", "64"], "word " * 200, "hello", f"/save {path}")
+    assert result.exit_code == 2
+    assert "the message alone makes a prompt of" in result.stderr
+    assert asked(path) == ["hello"]

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
-from functools import partial
 
 import pytest
 
 from command_line import run
-from edgespec.cli.main import _report
-from edgespec.cli.terminal import complain, length_note, waiting
+from edgespec.cli.terminal import length_note, waiting
 from edgespec.config.options import SETTINGS, GenerateOptions
 from edgespec.reports import Stats
 from tiny_gguf import Shape, write_model
 
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    monkeypatch.setenv("EDGESPEC_THREADS", "1")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -78,9 +72,6 @@ def test_quiet_keeps_the_answers_of_commands_and_the_errors(model):
 def test_an_answer_that_is_cut_says_so(model):
     result = run("generate", *model, "-p", "hello", "--ignore-eos")
     assert "cut at 8 tokens: a larger -n (--max-tokens) gives more" in result.stderr
-    assert (
-        json.loads(run("generate", *model, "-p", "hello", "--ignore-eos", "--json").stdout)["finish_reason"] == "length"
-    )
     full = Stats(new_tokens=5, finish_reason="length")
     assert "context is full" in (length_note(full, GenerateOptions()) or "")
     assert length_note(Stats(new_tokens=5, finish_reason="stop"), GenerateOptions()) is None
@@ -95,26 +86,13 @@ def test_a_terminal_sees_a_load_and_then_it_is_gone(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    said, until = "", time.monotonic() + 30
+    said, until = "", time.monotonic() + 120
     with waiting("loading [x]") as on_progress:
         on_progress(2, 9, "proving [y]")
         while "proving [y]: 2 of 9 (Ctrl-C stops)" not in said and time.monotonic() < until:
             said += capsys.readouterr().err
     assert "proving [y]: 2 of 9 (Ctrl-C stops)" in said
     assert "\x1b[2K" in capsys.readouterr().err, "the line is erased"
-
-
-def test_a_terminal_sees_errors_broken_at_words_and_a_program_in_one_line(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "40")
-    said = "No model is called 'x'; the known ones are: a, b, c and many more of them"
-    for is_terminal in (False, True):
-        monkeypatch.setattr("sys.stderr.isatty", lambda seen=is_terminal: seen)
-        for report in (complain, partial(_report, code=1)):
-            report(said)
-            lines = capsys.readouterr().err.splitlines()
-            assert " ".join(lines) == f"error: {said}"
-            assert (len(lines) > 1) == is_terminal
-            assert not is_terminal or max(map(len, lines)) <= 40
 
 
 # MODEL
@@ -124,8 +102,6 @@ def test_a_prompt_in_place_of_the_model_is_one_if_it_is_no_name(monkeypatch, tmp
     monkeypatch.setenv("EDGESPEC_MODELS", str(tmp_path))
     result = run("run", "hello there", "-n", "2")
     assert result.exit_code == 0 and "demo on " in result.stderr
-    refused = run("run", "hello")
-    assert refused.exit_code == 2 and "edgespec run -p hello" in refused.stderr
     both = run("run", "demo", "hello", "-p", "there")
     assert both.exit_code == 2 and "two prompts are given" in both.stderr
 

@@ -16,8 +16,6 @@ from edgespec.loading.drafts import expected_gain, find_aim, rank
 from edgespec.loading.own_models import write_manifest
 from edgespec.loading.registry import resolve
 from tiny_gguf import Shape, write_model
-from tiny_head import TARGET as HEAD_TARGET
-from tiny_head import write_head
 
 TARGET, DRAFT = DEMO / "demo-target-q8_0.gguf", DEMO / "demo-draft-q8_0.gguf"
 
@@ -182,17 +180,6 @@ def test_pair_ranks_by_what_a_draft_should_gain(neighbours: Path):
     told = json.loads(run("pair", str(neighbours), "--json").stdout)
     assert told["commands"] == [f"edgespec chat {neighbours} -md {best.name}"]
     assert told["drafts"][0]["path"] == best.name
-
-
-def test_an_eagle3_head_counts_where_it_fits(tmp_path: Path):
-    target = write_model(tmp_path / "target.gguf", HEAD_TARGET)
-    (tmp_path / "other").mkdir()
-    other = write_model(tmp_path / "other" / "target.gguf", Shape(layers=2, width=128, heads=4, hidden=256))
-    for folder in (target.parent, other.parent):
-        write_head(folder / "head.gguf")
-    (fitting,), (wrong,) = (rank(find_aim(str(path))) for path in (target, other))
-    assert fitting.vocabulary == "an EAGLE-3 head that fits" and not fitting.why_not
-    assert "was trained for it" in wrong.why_not
 
 
 def test_models_of_either_engine_are_drafts():

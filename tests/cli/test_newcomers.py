@@ -13,7 +13,6 @@ from click.testing import CliRunner
 from command_line import refusal, run
 from edgespec.cli.chat import CHOSEN_HERE
 from edgespec.cli.main import cli
-from edgespec.cli.stdin import line_reader
 from edgespec.errors import ModelFileError
 from edgespec.loading.registry import resolve
 from split_gguf import split
@@ -224,17 +223,6 @@ def test_tab_completes_models(folder: Path, typed: list[str], offered: set[tuple
     words = {"COMP_WORDS": " ".join(typed), "COMP_CWORD": str(len(typed) - 1), "_EDGESPEC_COMPLETE": "bash_complete"}
     shown = CliRunner().invoke(cli, [], env=words).stdout
     assert {tuple(line.split(",", 1)) for line in shown.splitlines()} == offered
-
-
-def test_the_end_of_input_ends_the_line_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a terminal without line editing (TERM=dumb) the shell's own prompt follows."""
-    with CliRunner().isolation(b"hello\r\n") as (_, shown, *_rest):
-        monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-        read = line_reader([])
-        assert read("> ") == "hello"
-        with pytest.raises(EOFError):
-            read("> ")
-        assert shown.getvalue().decode().endswith("> > \n")
 
 
 def test_a_budget_that_is_too_small_is_to_be_larger() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.kernels.library import library_path
+from needs import NEEDS_KERNELS
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ("llama_cpp", "onnxruntime")
@@ -36,12 +36,6 @@ def test_the_demo_answers_on_onnx_runtime():
     assert "llama" not in done.stderr
 
 
-def test_a_chat_answers_too():
-    done = run("chat", "-n", "8", said="hello\n")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-
-
 @pytest.mark.parametrize("arguments", [["--engine", "llamacpp"], ["models/demo/demo-target-q8_0.gguf"]])
 def test_gguf_names_the_command_in_one_line(arguments: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("EDGESPEC_KERNELS", "none")
@@ -55,17 +49,11 @@ def test_gguf_names_the_command_in_one_line(arguments: list[str], monkeypatch: p
     assert line.endswith("demo-target-q8_0.gguf --to onnx")
 
 
-@pytest.mark.skipif(library_path() is None, reason="the kernels are not built: run.py test builds them")
+@NEEDS_KERNELS
 def test_a_gguf_answers_on_the_kernels():
     done = run("generate", str(ROOT / "models/demo/demo-target-q8_0.gguf"), "-p", "hello", "-n", "8", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["engine"] == "onnx"
-
-
-@pytest.mark.skipif(library_path() is None, reason="the kernels are not built: run.py test builds them")
-def test_of_a_pair_with_both_formats_the_gguf_runs_on_the_kernels():
-    assert "demo-target-q8_0.gguf" in run("show", "demo").stdout
-    assert "demo-draft-q8_0.gguf" in run("ls").stdout
 
 
 def test_a_damaged_gguf_is_told_of_before_anything_is_to_be_installed(tmp_path: Path):
@@ -73,14 +61,6 @@ def test_a_damaged_gguf_is_told_of_before_anything_is_to_be_installed(tmp_path: 
     done = run("generate", "-p", "hello", str(tmp_path / "cut.gguf"))
     assert done.returncode == 2
     assert "not a usable model" in done.stderr and "llama.cpp" not in done.stderr
-
-
-def test_the_corpus_needs_no_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
-    (tmp_path / "text.txt").write_text("A table for two at eight, please.")
-    done = run("corpus", "add", str(tmp_path / "text.txt"))
-    assert done.returncode == 0, done.stderr
-    assert "text.txt" in run("corpus", "ls").stdout
 
 
 def test_doctor_finds_nothing_wrong():

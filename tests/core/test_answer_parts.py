@@ -12,8 +12,6 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 
-pytest.importorskip("llguidance")
-
 TOOLS = [{"type": "function", "function": {"name": "FindBus", "parameters": {"type": "object"}}}]
 HELLO = [{"role": "user", "content": "Find me a bus to Fresno."}]
 CALL = '<tool_call>\n{"name": "FindBus", "arguments": {"to": "Fresno"}}\n</tool_call>'

@@ -344,6 +344,6 @@ def test_who_reads_a_generation_that_a_batch_runs_leaves_the_model_free(model: M
         reader.start()
         until(lambda: model._executor.turn.num_queued == 2)  # it waits behind the batch
         finish(batch)
-    reader.join(10)
+    reader.join(60)
     assert found == ["length"]
     assert len(model.generate([1, 2], options=GenerateOptions(max_tokens=2, max_wait_s=0)).token_ids) == 2

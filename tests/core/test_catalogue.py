@@ -11,7 +11,6 @@ from edgespec.errors import ModelFileError, ModelNotFound
 from edgespec.loading import catalogue
 from edgespec.loading.catalogue import Entry, entries, parse
 from edgespec.loading.hub import HubFile, choose, head_beside
-from edgespec.loading.registry import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = list(entries().values())
@@ -104,21 +103,6 @@ def test_names_repositories_and_addresses(text: str, name: str, repo: str, wante
 def test_what_cannot_be_got_is_refused(text: str, said: str):
     with pytest.raises(ModelNotFound, match=said):
         parse(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("qwen3-8b:Q8_0", r"qwen3-8b:Q8_0 is not on this machine: edgespec pull qwen3-8b:Q8_0 fetches it"),
-        ("Qwen/Qwen3-8B-GGUF", r"edgespec pull Qwen/Qwen3-8B-GGUF fetches .* edgespec export Qwen/Qwen3-8B-GGUF"),
-    ],
-)
-def test_a_model_that_could_be_pulled_names_the_command(tmp_path: Path, monkeypatch, text: str, said: str):
-    monkeypatch.setenv("EDGESPEC_MODELS", str(tmp_path))
-    with pytest.raises(ModelNotFound, match=said):
-        resolve(text)
-    with pytest.raises(ModelNotFound, match=said):
-        resolve("demo", draft=Path(text))
 
 
 # which files of a repository

@@ -114,10 +114,10 @@ def test_a_template_that_joins_tool_arguments_gets_them_as_text():
         ([{"role": "robot", "content": "x"}], "robot"),
         ([{"content": "x"}], "role"),
         ([{"role": "user"}], "no text content"),
-        ([{"role": "user", "content": 3}], "int"),
+        ([{"role": "user", "content": 3}], "no text content"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url"),
         ([{"role": "assistant", "content": "", "tool_calls": ["x"]}], "not an object"),
-        ([*HELLO, {"role": "user", "content": [{"type": "text", "text": None}]}], "allowed: text"),
+        ([*HELLO, {"role": "user", "content": [{"type": "text", "text": None}]}], "without the field text"),
         ([*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"function": 5}]}], "allowed: an object"),
     ],
 )

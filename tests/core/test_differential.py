@@ -27,7 +27,6 @@ from edgespec.sampling.stopping import StopRules
 from laws import MAKERS, VOCABULARY
 from table_engine import TableEngine
 
-pytest.importorskip("llguidance")
 CASES = 25  # of each drafter
 END = VOCABULARY - 1
 GRAMMARS = ("[a-d]{3,9}", "(ab|ba|cc)*d{0,5}", "abcabc[a-d]+", "(aaa|bbb){1,4}c*")

@@ -13,7 +13,6 @@ import edgespec
 from bench_table import table_model
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.heads import Eagle3Drafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.mapped import MappedSequence, VocabularyMap
 from edgespec.drafters.model import ModelDrafter
@@ -21,9 +20,9 @@ from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import EngineError
 from edgespec.sampling.sampler import Sampler
-from edgespec.types import Batch, Logits, TokenIds
+from edgespec.types import Batch, Logits
 from table_engine import Struck, TableEngine
-from tiny_heads import LAYERS, OpenHead, drafter_of, random_heads
+from tiny_heads import drafter_of, random_heads
 
 VOCABULARY = 10
 OPTIONS = GenerateOptions(max_tokens=40, ignore_eos=True)
@@ -95,33 +94,6 @@ def test_eagle_reads_its_pairs_again_after_a_failure(monkeypatch: pytest.MonkeyP
         ask(struck, 12, 2)
     assert ask(struck, 12, 2) == ask(fresh, 12, 2)
     assert ask(struck, 14, 2) == ask(fresh, 14, 2)
-
-
-def test_an_eagle3_head_reads_its_pairs_again_after_a_failure() -> None:
-    head = OpenHead(64)
-    drafter = Eagle3Drafter(head, max_features=64)
-    sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
-    text, other = np.arange(20, dtype=np.int32) % VOCABULARY, np.arange(20, dtype=np.int32)[::-1] % VOCABULARY
-
-    def ask(text: TokenIds) -> int:
-        features = np.ones((text.size - 1, len(LAYERS) * VOCABULARY), np.float32)
-        return drafter.draft(DraftRequest(text, 4, sampler, features=features)).num_tokens
-
-    ask(text[:14])
-    decode, calls = head.decode, iter(range(9))
-
-    def struck(*given: object) -> object:
-        found = decode(*given)  # type: ignore[arg-type]
-        if next(calls) == 0:
-            raise KeyboardInterrupt
-        return found
-
-    head.decode = struck  # type: ignore[method-assign,assignment]
-    with pytest.raises(KeyboardInterrupt):
-        ask(other[:16])  # its pairs stand where those of the first text stood
-    head.decode = decode  # type: ignore[method-assign]
-    assert ask(text[:16]) == 4
-    assert [token_id for token_id, _ in head.pairs[: 15 - head.start]] == text[head.start + 1 : 16].tolist()
 
 
 # -- the answer goes on

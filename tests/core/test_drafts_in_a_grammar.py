@@ -26,7 +26,6 @@ from edgespec.types import Logits, TokenIds
 from table_engine import TableEngine
 from tiny_heads import LAYERS, OpenBlock, OpenHead
 
-pytest.importorskip("llguidance")
 PROMPT = np.arange(4, dtype=np.int32)
 
 

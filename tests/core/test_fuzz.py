@@ -45,6 +45,6 @@ def test_what_goes_wrong_in_a_case_ends_no_other(
 
     cases = [(n, Case("fine", lambda folder: None)) for n in range(2)]
     cases.insert(1, (7, Case("odd", lambda folder: run())))
-    found = list(_verdicts(cases, 3, tmp_path, 1.0))
+    found = list(_verdicts(cases, 3, tmp_path, 5.0))
     assert [(number, judged[0]) for number, _, judged in found] == [(0, "ok"), (7, verdict), (1, "ok")]
     assert said in found[1][2][1]

@@ -161,7 +161,7 @@ def test_the_wait_can_be_limited(model: Model) -> None:
     for limit in (0, 0.05):
         thread = threading.Thread(target=ask, args=(limit,))
         thread.start()
-        thread.join(20)
+        thread.join(60)
     assert len(found) == 2 and all("wait limit of" in str(each) for each in found)
     assert running.result().finish_reason == "length"
 
@@ -173,7 +173,7 @@ def test_steps_may_run_in_different_threads(model: Model, expected: Callable[...
         texts = [one.submit(next, first).result().text]
         waiting = one.submit(lambda: second.result().text)
         texts += [other.submit(lambda: "".join(event.text for event in first)).result()]
-        assert waiting.result(20) == expected("abc", 2)
+        assert waiting.result(60) == expected("abc", 2)
     assert "".join(texts) == expected("abc", 1)
 
 
@@ -202,7 +202,7 @@ def test_a_generation_cancelled_while_waiting_stops_waiting(model: Model) -> Non
         found = pool.submit(waiting.result)
         until(lambda: waiting.claim in model._executor.turn._queue)
         waiting.cancel()
-        assert found.result(20).finish_reason == "cancelled"
+        assert found.result(60).finish_reason == "cancelled"
     assert running.result().finish_reason == "length"
 
 
@@ -268,20 +268,20 @@ def test_closing_waits_for_the_pass_of_another_thread(tmp_path: Path) -> None:
     model = table_model(tmp_path, drafter="none")
     inside, go_on, is_closed = threading.Event(), threading.Event(), threading.Event()
     generation = model.stream("abc", options=LONG)
-    at_pass(model, 4, lambda: (inside.set(), go_on.wait(20)))
+    at_pass(model, 4, lambda: (inside.set(), go_on.wait(60)))
     with ThreadPoolExecutor(3) as pool:
         found = pool.submit(generation.result)
-        inside.wait(20)
+        inside.wait(60)
         waiting = pool.submit(model.generate, "abc")
         closing = pool.submit(lambda: (model.close(), is_closed.set()))
         until(lambda: model._executor.turn.is_shut)
         assert not is_closed.wait(0.3), "the pass is not over"
         assert model.target._cancel.is_set(), "but it is told to end"  # type: ignore[attr-defined]
         go_on.set()
-        assert found.result(20).finish_reason == "cancelled"
-        closing.result(20)
+        assert found.result(60).finish_reason == "cancelled"
+        closing.result(60)
         with pytest.raises(StateError, match="closed"):
-            waiting.result(20)
+            waiting.result(60)
 
 
 def test_every_call_after_closing_raises_state_error(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_an_open_stream_at_exit_ends_without_errors(where: str, tmp_path: Path) 
         begun = threading.Event()
         read = lambda: [begun.set() for _ in stream] + [model.generate('abc')]
         threading.Thread(target=read, daemon=True).start()
-        assert begun.wait(20)
+        assert begun.wait(60)
     """
     assert output_of(tmp_path, code, 0.001) == ("", "")
 
@@ -446,7 +446,7 @@ def test_a_cancelled_task_ends_its_generation(tmp_path: Path) -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        result = await asyncio.wait_for(model.stream("abc", options=SHORT).aresult(), 20)
+        result = await asyncio.wait_for(model.stream("abc", options=SHORT).aresult(), 60)
         assert result.finish_reason == "length"
         assert generation.finish_reason == "cancelled" and generation.stats.new_tokens < 200
 

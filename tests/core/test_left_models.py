@@ -16,7 +16,7 @@ from edgespec import GenerateOptions
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.onnx.engine import OnnxEngine
 from edgespec.engines.onnx.kernel_engine import KernelEngine
-from edgespec.kernels.library import library_path
+from needs import NEEDS_KERNELS
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
 FORKED = """
@@ -61,7 +61,7 @@ def test_a_model_that_is_dropped_is_freed(
     assert target in freed
 
 
-@pytest.mark.skipif(library_path() is None, reason="the kernels are not built: run.py test builds them")
+@NEEDS_KERNELS
 def test_the_weights_of_a_closed_model_are_freed_at_once() -> None:
     """Not when the garbage collector comes by: the next model is loaded before that."""
     model = edgespec.load(DEMO / "demo-target-q8_0.gguf", threads=TEST_THREADS)

@@ -24,8 +24,6 @@ def test_table_engines_under_load(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
 def test_real_engines_under_load(engine: Any) -> None:
-    if engine == "onnx":
-        pytest.importorskip("onnxruntime", reason="the ONNX engine needs onnxruntime")
     options: dict[str, Any] = {"engine": engine, "threads": 1, "reproducible": True, "draft_length": 4}
     with edgespec.load("demo", drafter="model", **options) as model:
         check = Check(model, lengths=(4, 24))

@@ -123,8 +123,6 @@ def converse(model: Model, *, forgets: bool) -> list[Result]:
 
 @pytest.mark.parametrize("engine, drafter", CASES)
 def test_two_conversations_in_turn_are_those_of_fresh_models(engine: Any, drafter: Any) -> None:
-    if engine == "onnx":
-        pytest.importorskip("onnxruntime", reason="the ONNX engine needs onnxruntime")
     length: Any = "auto" if drafter == "none" else 4
     with edgespec.load(
         "demo", engine=engine, drafter=drafter, draft_length=length, threads=1, reproducible=True

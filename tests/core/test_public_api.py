@@ -91,7 +91,6 @@ MISTAKES = {
 
 
 def test_a_type_checker_finds_a_callers_typo(tmp_path):
-    pytest.importorskip("mypy", reason="mypy is not installed")
     lines = CALLER.count("\n")
     (tmp_path / "caller.py").write_text(CALLER + "\n".join(MISTAKES) + "\n")
     command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--no-error-summary", "caller.py"]

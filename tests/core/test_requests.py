@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from edgespec.chat.messages import checked_messages
-from edgespec.chat.template import encode_rendered, render_chat
+from edgespec.chat.template import encode_messages
 from edgespec.config.options import GenerateOptions, LoadOptions, Sampling, SessionOptions
 from edgespec.errors import ConfigError, EngineError, ModelFileError, PromptError, SamplingError
 from edgespec.generation.request import checked_ids
@@ -143,7 +143,12 @@ def test_a_conversation_that_is_not_valid(messages: Any) -> None:
     with pytest.raises(PromptError):
         checked_messages(messages)
     with pytest.raises(PromptError):
-        encode_rendered(LetterVocabulary(26), lambda given: "a", messages)
+        encode_messages(templated(LetterVocabulary(26)), messages, None, "m")
+
+
+def templated(vocabulary: LetterVocabulary) -> LetterVocabulary:
+    vocabulary.chat_template = "z{{ messages[0].content }}"
+    return vocabulary
 
 
 class Marked(LetterVocabulary):
@@ -162,22 +167,12 @@ class Marked(LetterVocabulary):
 def test_a_control_token_without_a_name_splits_no_message() -> None:
     vocabulary = Marked(26)
     assert vocabulary.control_names == ("z",)
-    seen: list[str] = []
-
-    def render(messages: Any) -> str:
-        seen.append(messages[0]["content"])
-        return "z" + seen[-1]
-
-    assert encode_rendered(vocabulary, render, [{"role": "user", "content": "abc"}]) == [25, 0, 1, 2]
-    assert seen == ["abc"], "the message came through in one piece"
+    assert encode_messages(templated(vocabulary), [{"role": "user", "content": "abc"}], None, "m") == [25, 0, 1, 2]
 
 
 def test_parts_of_a_message_cannot_forge_a_turn_either() -> None:
     parts = [{"type": "text", "text": "az"}, {"type": "text", "text": "b"}]
-    template = "z{{ messages[0].content }}"
-    found = encode_rendered(
-        Marked(26), lambda messages: render_chat(template, messages), [{"role": "user", "content": parts}]
-    )
+    found = encode_messages(templated(Marked(26)), [{"role": "user", "content": parts}], None, "m")
     assert found == [25, 0, ord("z") + 1000, 1]
 
 

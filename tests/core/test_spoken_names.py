@@ -65,7 +65,6 @@ def test_no_words_of_a_library(schema: dict[str, object], said: str) -> None:
     assert in_plain_words("NoExtensionBias") == "nothing can follow"
     told = in_plain_words("Parser Error: Current row has 6001 items; max is 2000; consider making it left-recursive.")
     assert told.startswith("it leaves 6001 ways to go on at once, 2000 are allowed: use fewer")
-    pytest.importorskip("llguidance", reason="structured output is an extra")
     with edgespec.load("demo") as model, pytest.raises(ConfigError) as refused:
         model.check_structure(GenerateOptions(json_schema=schema))
     assert said in str(refused.value) and "Some(" not in str(refused.value)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import pytest
 
 import edgespec
@@ -14,8 +15,6 @@ from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.reports import RoundRecord
 
-pytest.importorskip("llguidance")
-jsonschema = pytest.importorskip("jsonschema")
 MOST = 400
 Schema = dict[str, Any]
 IS_SO: Schema = {"type": "boolean"}

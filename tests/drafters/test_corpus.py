@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from trainlib import demo_texts as corpus
 from trainlib import public_data as datasets
 
@@ -27,17 +25,3 @@ def test_arithmetic_loses_its_calculator_marks_and_is_split_by_question(corpus_f
     assert len(train) + len(held_out) == 99 and 0 < len(held_out) < 15
     assert not set(train) & set(held_out)
     assert "<|im_start|>assistant\n7+1=8\nThe answer is 8.<|im_end|>\n" in "".join(train + held_out)
-
-
-def test_only_documented_functions_become_code():
-    documented = '    def f(self, x=1):\n        """Say x."""\n        return x\n'
-    source = f"class A:\n{documented}\n    def g(self):\n        return 2\n"
-    found = list(datasets.documented_functions(source))
-    assert found == [("f(self, x=1)", "Say x.", 'def f(self, x=1):\n    """Say x."""\n    return x')]
-    chat = corpus.function_document(*found[0], as_chat=True)
-    assert "Write a Python function `f(self, x=1)`: Say x." in chat and chat.endswith("```<|im_end|>\n")
-
-
-def test_a_missing_file_is_named(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match="gsm8k_train"):
-        corpus.load_corpus(tmp_path, seed=0)

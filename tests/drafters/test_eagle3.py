@@ -13,9 +13,7 @@ import pytest
 
 import edgespec
 from demo import DEMO, TEST_THREADS
-from edgespec import GenerateOptions
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.sequence import CachedSequence, at_once
 from edgespec.engines.trial import Trial
 from edgespec.errors import (
     BatchError,
@@ -112,27 +110,6 @@ def test_layer_inputs_change_no_bit_of_the_logits(demo_target: LlamaCppEngine) -
         demo_target.rollback(0)
 
 
-def test_a_sequence_keeps_the_layer_inputs_of_what_it_holds(demo_target: LlamaCppEngine) -> None:
-    whole = features_of(demo_target, (2, 4, 6))
-    cached = CachedSequence(demo_target)
-    cached.keep_features(True)
-    cached.feed(TOKENS[:20])
-    for start, accepted in ((20, 3), (24, 0), (25, 5), (31, 2)):
-        wrong = np.where(np.arange(5) < accepted, TOKENS[start + 1 : start + 6], 1 + TOKENS[start + 1 : start + 6] % 99)
-        draft = Draft.chain(wrong.astype(np.int32))
-        at_once(cached.scoring(int(TOKENS[start]), draft))
-        cached.keep(int(TOKENS[start]), draft, tuple(range(accepted)))
-    cached.rollback(30)
-    assert cached.features is not None and len(cached.features) == 30
-    cached.feed(TOKENS[30:40])
-    told = cached.features
-    assert told is not None and len(told) == 40
-    np.testing.assert_allclose(told, whole[:40], atol=2e-3 * np.abs(whole).max())
-    cached.keep_features(False)
-    assert cached.features is None
-    cached.rollback(0)
-
-
 @pytest.mark.parametrize("layers", [(9,), (0, -1), (400,)])
 def test_a_layer_that_is_not_there_is_refused(demo_target: LlamaCppEngine, layers: tuple[int, ...]) -> None:
     with pytest.raises(CapabilityError, match=r"this model has 0\.\.8"):
@@ -190,19 +167,6 @@ def test_a_head_computes_its_definition(tiny_target: LlamaCppEngine, head_path: 
         same(35, 58, 35)
         head.drop_before(45)
         assert (head.start, head.end) == (45, 58)
-
-
-def test_many_pairs_at_once_and_one_by_one_are_the_same(tiny_target: LlamaCppEngine, head_path: Path) -> None:
-    """More pairs than a pass takes, so that the border between passes is met too."""
-    with tiny_target.load_head(head_path) as head:
-        states = np.tile(head.encode(features_of(tiny_target, head.facts.layers)), (2, 1))[:110]
-        ids = np.tile(TOKENS, 2)[:110]
-        logits, state = (array.copy() for array in head.decode(ids, states))
-        head.restart(0)
-        for at in range(110):
-            last = head.decode(ids[at : at + 1], states[at : at + 1])
-        np.testing.assert_allclose(last[1], state, atol=1e-3 * np.abs(state).max())
-        assert int(last[0].argmax()) == int(logits.argmax())
 
 
 def test_wrong_calls_of_a_head_are_refused(tiny_target: LlamaCppEngine, head_path: Path) -> None:
@@ -329,6 +293,15 @@ def test_a_head_of_another_target_is_refused(
         tiny_target.load_head(renamed)
 
 
+def test_what_is_given_as_draft_must_be_what_the_drafter_needs(small_path: Path, head_path: Path) -> None:
+    with pytest.raises(CapabilityError, match="use drafter='eagle3'"):
+        edgespec.load(small_path, draft=head_path, drafter="model", threads=TEST_THREADS)
+    with pytest.raises(CapabilityError, match=r"runs on onnx: .*engine='llamacpp'"):
+        edgespec.load("demo", engine="onnx", draft=head_path, drafter="eagle3", threads=TEST_THREADS)
+    with pytest.raises(CapabilityError, match="needs an EAGLE-3 head"):
+        edgespec.load(DEMO / "demo-target-q8_0.gguf", drafter="eagle3", threads=TEST_THREADS)
+
+
 def test_a_target_without_layer_inputs_is_refused(tmp_path: Path) -> None:
     """Qwen 2 is a Llama with biases; llama.cpp's graph of it names no layers, and asking would end the process."""
     path = write_model(tmp_path / "qwen2.gguf", TARGET)
@@ -337,17 +310,3 @@ def test_a_target_without_layer_inputs_is_refused(tmp_path: Path) -> None:
         engine._hidden_states._architecture = "qwen2"
         with pytest.raises(CapabilityError, match="no layer inputs of qwen2 models"):
             engine.read_layers_alone((0, 1))
-
-
-def test_what_is_given_as_draft_must_be_what_the_drafter_needs(small_path: Path, head_path: Path) -> None:
-    with pytest.raises(CapabilityError, match="use drafter='eagle3'"):
-        edgespec.load(small_path, draft=head_path, drafter="model", threads=TEST_THREADS)
-    with pytest.raises(CapabilityError, match="use drafter='model'"):
-        edgespec.load("demo", drafter="eagle3", threads=TEST_THREADS)
-    with pytest.raises(CapabilityError, match=r"runs on onnx: .*engine='llamacpp'"):
-        edgespec.load("demo", engine="onnx", draft=head_path, drafter="eagle3", threads=TEST_THREADS)
-    target = str(DEMO / "demo-target-q8_0.gguf")
-    with pytest.raises(CapabilityError, match="needs an EAGLE-3 head"):
-        edgespec.load(target, drafter="eagle3", threads=TEST_THREADS)
-    with edgespec.load(target, threads=TEST_THREADS) as model, pytest.raises(CapabilityError, match="EAGLE-3 head"):
-        model.generate("Hello", options=GenerateOptions(drafter="eagle3"))

@@ -15,12 +15,12 @@ from edgespec.engines.head import States
 from edgespec.engines.onnx.file_heads import NEVER, EagleHead, load_eagle
 from edgespec.errors import BatchError, CapabilityError
 from edgespec.formats.head_file import HeadFile, HeadManifest, read_head_file
-from edgespec.kernels.library import library_path
+from needs import NEEDS_KERNELS
 from table_engine import LetterVocabulary
 from trainlib.eagle_definition import layer, normed
 from trainlib.head_files import in_bytes
 
-pytestmark = pytest.mark.skipif(library_path() is None, reason="the kernels have not been built")
+pytestmark = NEEDS_KERNELS
 COUNT = 14
 
 

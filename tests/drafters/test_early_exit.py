@@ -19,12 +19,12 @@ from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.footprint import footprint
 from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.errors import CapabilityError, ConfigError
-from edgespec.kernels.library import library_path
 from edgespec.types import Batch
 from lossless import PROMPTS
+from needs import NEEDS_KERNELS
 
 TARGET, LAYERS = DEMO / "demo-target-q8_0.gguf", 4
-pytestmark = pytest.mark.skipif(library_path() is None, reason="the kernels have not been built")
+pytestmark = NEEDS_KERNELS
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,8 @@ def test_it_is_the_state_before_a_layer_through_norm_and_head(target: KernelEngi
 
 
 def edgespec_tensors() -> dict[str, np.ndarray]:
-    gguf = pytest.importorskip("gguf", reason="reads the weights: scripts/run.py install export")
+    import gguf
+
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(TARGET).tensors}
     return {
         name: gguf.quants.dequantize(found[name].data, found[name].tensor_type).astype(np.float64)

@@ -14,22 +14,16 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
-from edgespec.control.base import FixedLength, Proposal
 from edgespec.control.prices import path_products
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.growth import MAX_ROW_COST, evidence_of
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.sequence import CachedSequence
-from edgespec.generation.decode import speculative
-from edgespec.generation.run_state import Run
-from edgespec.kernels.library import library_path
 from edgespec.reports import RoundRecord
-from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.sampler import Sampler
-from edgespec.sampling.stopping import StopRules
-from edgespec.types import Logits, Verdict
+from edgespec.types import Logits
 from head_tables import KINDS, VOCABULARY, request, table
 from lossless import DEMO, PLAIN, PROMPTS, paths, side_branches
+from needs import NEEDS_KERNELS
 from tiny_heads import drafter_of, random_heads, table_heads
 
 HIDDEN, TOKENS = 64, 299  # of the tiny model
@@ -186,26 +180,12 @@ def test_nothing_follows_an_end_token_and_nothing_comes_of_no_state(tiny_engine:
     assert drafter.draft(asked._replace(max_tokens=0)).num_tokens == 0
 
 
-def test_an_error_inside_a_tree_leaves_no_trace(tiny_engine: LlamaCppEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = random_heads("eagle", tiny_engine, HIDDEN)
-    drafter, asked = drafter_of(heads, TOKENS), tree_request(16, 0.9)
-    expected = drafter.draft(asked)
-    with monkeypatch.context() as patch:
-        patch.setattr(drafter._head, "branch", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            drafter.draft(asked)
-    again = drafter.draft(asked)
-    assert again.token_ids.tolist() == expected.token_ids.tolist()
-    assert again.parents.tolist() == expected.parents.tolist()
-
-
 # -- the demo pair
 
 
+@NEEDS_KERNELS
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_kernels_score_trees(kind: str, target_path: Path) -> None:
-    if library_path() is None:
-        pytest.skip("the kernels are not built: scripts/run.py test builds them")
     records: list[RoundRecord] = []
     heads = DEMO.parent / "heads" / f"{kind}.npz"
     with edgespec.load(target_path, engine="onnx", heads=heads, drafter=kind, threads=TEST_THREADS) as model:
@@ -218,50 +198,3 @@ def test_our_kernels_score_trees(kind: str, target_path: Path) -> None:
     assert (result.token_ids, result.logprobs) == (plain.token_ids, plain.logprobs)
     assert max(record.accepted_tokens for record in records) > 1
     assert any(record.drafted_tokens == 9 for record in records)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_first_choices_stand_about_as_often_as_they_claim(kind: str) -> None:
-    """Of the children of nodes that stand: trees of a head that claims too much are deep where they should be wide."""
-    claimed, stood = [], []
-
-    class Noted(FixedLength):
-        def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
-            super().observe(proposal, verdict, record)
-            draft = proposal.draft
-            for parent in (-1, *verdict.accepted_nodes):
-                if len(children := draft.children_of(parent)):
-                    claimed.append(draft.confidences[children[0]])
-                    stood.append(children[0] in verdict.accepted_nodes)
-
-    with edgespec.load("demo", engine="llamacpp", drafter=kind, reproducible=False, threads=TEST_THREADS) as model:
-        controller = Noted(model.drafters.drafter(kind), 16)
-        cached = CachedSequence(model.target)
-        cached.keep_features(True)
-        for seed, prompt in enumerate(PROMPTS * 2):
-            ids = np.array(model.encode_chat([{"role": "user", "content": prompt}]), np.int32)
-            sampler = Sampler(Sampling(temperature=0.8, seed=seed), model.target.vocabulary.size)
-            list(
-                speculative(
-                    Run(cached, ids, sampler, StopRules(frozenset(), (), 64), False), controller, RULES["coupled"]
-                )
-            )
-    assert len(stood) > 150
-    assert abs(np.mean(claimed) - np.mean(stood)) < 0.15, (np.mean(claimed), np.mean(stood))
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tree_takes_fewer_passes_than_a_chain_of_as_many_rows(
-    kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes = []
-    with edgespec.load("demo", engine="llamacpp", drafter=kind, reproducible=False, threads=TEST_THREADS) as model:
-        options = GenerateOptions(max_tokens=48, drafter=kind, draft_length=16, ignore_eos=True, logprobs=False)
-        for wants_trees in (True, False):
-            if not wants_trees:
-                monkeypatch.setattr(type(model.target), "most_branches", 0)
-            asked = [model.encode_chat([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
-            sampling = Sampling(temperature=temperature, seed=3)
-            passes.append(sum(model.generate(ids, sampling, options).stats.rounds for ids in asked))
-    assert passes[0] < 0.97 * passes[1]

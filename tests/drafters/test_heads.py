@@ -64,16 +64,6 @@ def tiny_engine(tiny_path: Path) -> Any:
         yield engine
 
 
-def test_eagle_reads_the_end_of_a_long_prompt_only(tiny_engine: Any) -> None:
-    drafter = drafter_of(random_heads("eagle", tiny_engine, 64), 299)
-    rng = np.random.default_rng(3)
-    states, text = rng.standard_normal((512, 64)).astype(np.float32), rng.integers(0, 299, 4000).astype(np.int32)
-    for length, start in ((2000, 1744), (2001, 1744), (2300, 2044), (3990, 3734)):  # the third time too much is new
-        assert drafter.num_uncached(text[: length + 1]) == (2 if length == 2001 else 256)
-        drafter.draft(request(text[: length + 1], states))
-        assert drafter._head.start == start
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_narrower_than_the_states_draft_from_their_projection(kind: str, tiny_engine: Any) -> None:
     heads = random_heads(kind, tiny_engine, 64)
@@ -277,3 +267,13 @@ def test_heads_read_the_inputs_of_their_layers_among_those_given() -> None:
     expected[:, 0] += 0.5 * third[:, 0] / np.sqrt((third**2).mean(1))
     expected[:, 1] += 0.5 * seventh[:, 0] / np.sqrt((seventh**2).mean(1))
     np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_eagle_reads_the_end_of_a_long_prompt_only(tiny_engine: Any) -> None:
+    drafter = drafter_of(random_heads("eagle", tiny_engine, 64), 299)
+    rng = np.random.default_rng(3)
+    states, text = rng.standard_normal((512, 64)).astype(np.float32), rng.integers(0, 299, 4000).astype(np.int32)
+    for length, start in ((2000, 1744), (2001, 1744), (2300, 2044), (3990, 3734)):  # the third time too much is new
+        assert drafter.num_uncached(text[: length + 1]) == (2 if length == 2001 else 256)
+        drafter.draft(request(text[: length + 1], states))
+        assert drafter._head.start == start

@@ -38,18 +38,6 @@ def test_it_drafts_within_its_limits() -> None:
         assert len(set(zip(draft.parents.tolist(), draft.token_ids.tolist(), strict=True))) == draft.num_tokens
 
 
-def test_a_window_is_a_chain_of_guesses_with_older_guesses_below_each() -> None:
-    """Rows (level, column): (0, j) follows (0, j - 1), (l, j) follows (l - 1, j)."""
-    drafter = LookaheadDrafter(ngram=4, window=3)
-    draft = drafter.draft(request(np.array([0, 1, 2, 3, 4], np.int32), 9))
-    assert draft.parents.tolist() == [-1, 0, 1]  # one column of three rows: the other half is for n-grams
-    draft = drafter.draft(request(np.array([0, 5, 2, 7, 4, 9, 1], np.int32), 24))
-    columns = [nodes for _, nodes in drafter._columns]
-    for before, nodes in zip([None, *columns], columns, strict=False):
-        assert draft.parents[nodes[0]] == (-1 if before is None else before[0])
-        assert draft.parents[nodes[1:]].tolist() == nodes[:-1]
-
-
 def test_what_the_target_chose_behind_the_window_makes_ngrams() -> None:
     drafter = LookaheadDrafter(ngram=3, window=2)
     text = np.array([0, 1, 2, 3, 4], np.int32)
@@ -64,19 +52,6 @@ def test_what_the_target_chose_behind_the_window_makes_ngrams() -> None:
     again = drafter.draft(request(np.append(text, np.int32(9)), 8))
     last = [again.token_ids[nodes[-1]] for _, nodes in drafter._columns]
     assert last == [choices[nodes[-1] + 1] for nodes in columns]
-
-
-def test_without_its_rows_the_window_waits() -> None:
-    """A controller may cut the window off; the drafter then learns from the text alone."""
-    drafter = LookaheadDrafter()
-    text = np.array([0, 1, 2, 3, 4], np.int32)
-    draft = drafter.draft(request(text))
-    size = drafter._pool.size
-    drafter.observe(draft, Verdict((), 9))
-    assert drafter._pool.size == size
-    drafter.draft(request(text))
-    drafter.observe(draft.first(1), Verdict((), 9, (1, 2)))
-    assert drafter._pool.size == size
 
 
 def passes_for_new_text(branches: int) -> int:
@@ -156,3 +131,16 @@ def test_memory_is_bounded_over_a_long_prompt() -> None:
     drafter.begin(text)
     drafter.draft(request(text))
     assert 0 < drafter.bytes_used <= 1000 * 800
+
+
+def test_without_its_rows_the_window_waits() -> None:
+    """A controller may cut the window off; the drafter then learns from the text alone."""
+    drafter = LookaheadDrafter()
+    text = np.array([0, 1, 2, 3, 4], np.int32)
+    draft = drafter.draft(request(text))
+    size = drafter._pool.size
+    drafter.observe(draft, Verdict((), 9))
+    assert drafter._pool.size == size
+    drafter.draft(request(text))
+    drafter.observe(draft.first(1), Verdict((), 9, (1, 2)))
+    assert drafter._pool.size == size

@@ -28,6 +28,7 @@ from edgespec.formats.gguf.check import has_mtp
 from edgespec.formats.gguf.header import read_header
 from edgespec.kernels.library import library_path
 from hybrid_gguf import HybridShape, cycle_tensors, tensors_of, write_lfm2, write_qwen35
+from needs import NEEDS_KERNELS
 
 Floats = NDArray[np.float32]
 SHAPE = HybridShape(hidden=1024)
@@ -154,7 +155,7 @@ def test_a_tree_of_guesses_has_the_bits_of_its_paths(head: DraftHead) -> None:
         head.rollback(5)
 
 
-@pytest.mark.skipif(library_path() is None, reason="the kernels are not built: scripts/run.py test builds them")
+@NEEDS_KERNELS
 def test_a_text_of_other_tokens_gets_all_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the target's own tiles; the logits are those of a layer that scores all tokens."""
     first = 128
@@ -180,9 +181,8 @@ def test_a_text_of_other_tokens_gets_all_scored(tmp_path: Path, monkeypatch: pyt
         assert all(np.array_equal(a, b[..., :first]) for a, b in zip(each, whole[0], strict=True))
 
 
+@NEEDS_KERNELS
 def test_both_engines_compute_a_layer_with_experts(qwen35moe_path: Path) -> None:
-    if library_path() is None:
-        pytest.skip("the kernels are not built: scripts/run.py test builds them")
     token_ids, states = pairs(12)
     found = []
     for load, settings in ((OnnxEngine.load, {}), (LlamaCppEngine.load, {"has_mtp": True})):

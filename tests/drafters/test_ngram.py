@@ -11,7 +11,7 @@ from edgespec.config.options import Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.ngram import FollowedText, NgramDrafter
 from edgespec.sampling.sampler import Sampler
-from edgespec.types import Draft, TokenIds, Verdict
+from edgespec.types import TokenIds, Verdict
 
 SAMPLER = Sampler(Sampling(), 100)
 
@@ -79,15 +79,6 @@ def test_a_new_generation_forgets_the_old_text_unless_it_goes_on_from_it() -> No
     assert drafter.draft(request([1, 2, 3, 4, 5, 1, 2], 1)).token_ids.tolist() == [3]
     drafter.begin(np.array([7, 1, 2], np.int32))
     assert drafter.draft(request([7, 1, 2])).num_tokens == 0
-
-
-def test_empty_draft_and_short_history() -> None:
-    drafter = NgramDrafter()
-    drafter.begin(np.array([1], np.int32))
-    empty = drafter.draft(request([1]))
-    assert empty.num_tokens == 0
-    drafter.observe(empty, Verdict((), 2))
-    assert isinstance(drafter.draft(request([1, 2])), Draft)
 
 
 def test_a_long_history_takes_bounded_memory_and_its_latest_half_is_found() -> None:

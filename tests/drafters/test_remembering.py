@@ -31,8 +31,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module", params=["llamacpp", "onnx"])
 def remembering(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[edgespec.Model]:
     """The demo target with a corpus that holds one of the answers, and with earlier answers, told and on disk."""
-    if request.param == "onnx":
-        pytest.importorskip("onnxruntime")
     folder = tmp_path_factory.mktemp("remembering")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EDGESPEC_HOME", str(folder / "home"))

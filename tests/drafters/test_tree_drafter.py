@@ -21,13 +21,13 @@ from edgespec.engines.sequence import CachedSequence, Passes
 from edgespec.errors import CapabilityError
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
-from edgespec.kernels.library import library_path
 from edgespec.reports import RoundRecord
 from edgespec.sampling.acceptance import coupled
 from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch, Draft, Logits
 from lossless import DEMO, PLAIN, PROMPTS, VOCABULARY, paths, run_once, side_branches
+from needs import NEEDS_KERNELS
 from table_engine import TableEngine
 
 TEXT = np.array([0, 1, 2, 3], np.int32)
@@ -175,10 +175,9 @@ def test_a_cancelled_draft_ends_quietly_and_the_next_is_whole(target: TableEngin
     assert [event.token_id for event in again] == [event.token_id for event in expected]
 
 
+@NEEDS_KERNELS
 @pytest.mark.parametrize("rule", ["coupled", "typical"])
 def test_our_kernels_score_trees(rule: RuleName) -> None:
-    if library_path() is None:
-        pytest.skip("the kernels are not built: scripts/run.py test builds them")
     records: list[RoundRecord] = []
     target, draft = (DEMO.parent / f"demo-{role}-q8_0.gguf" for role in ("target", "draft"))
     with edgespec.load(target, draft=draft, engine="onnx", threads=1) as model:

@@ -101,9 +101,13 @@ def test_logits_are_those_of_transformers(name: str, tiny, monkeypatch: pytest.M
 @NEEDS_LLAMA
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_llama_cpp(name: str, tiny, tmp_path: Path) -> None:
-    """But for queries in half precision there; with weights of 4 bits for activations, which both round."""
+    """But for queries in half precision there; with weights of 4 bits for activations, which both round.
+
+    Where a layer adds little to a large embedding, so do its faults.
+    """
     four = write(tmp_path / "four.gguf", CASES[name.removesuffix("-long")], "Q4_0")
-    for path, limit in ((tiny(name), 1e-3), (four, 0.04)):
+    share = 0.02 if "embedding_scale" in CASES[name.removesuffix("-long")].metadata else 1.0
+    for path, limit in ((tiny(name), 1e-3 * share), (four, 0.04)):
         with (
             OnnxEngine.load(path, **use(name)) as ours,
             LlamaCppEngine.load(path, **use(name), reproducible=False, flash_attention=False) as theirs,

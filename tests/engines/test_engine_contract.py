@@ -19,6 +19,7 @@ from demo import TEST_THREADS
 from edgespec.engines.base import Engine
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.llamacpp.remote import RemoteEngine
+from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, StateError
 from edgespec.kernels.library import library_path
 from edgespec.types import Batch, Draft, Logits
@@ -47,9 +48,6 @@ def load_remote(path: Path, **given: Any) -> Engine:
 
 
 def load_onnx(path: Path, **given: Any) -> Engine:
-    pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
-    from edgespec.engines.onnx import OnnxEngine
-
     return OnnxEngine.load(path, **OPTIONS, **{"provider": "cpu", **given})
 
 

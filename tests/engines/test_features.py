@@ -13,6 +13,7 @@ from demo import TEST_THREADS
 from edgespec.engines.base import Engine
 from edgespec.engines.head import PROMPT_FEATURES, WINDOW, KeptFeatures
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
+from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.sequence import CachedSequence, at_once
 from edgespec.errors import CapabilityError
 from edgespec.types import Batch, Draft, packed
@@ -23,9 +24,6 @@ IDS = (np.arange(300) * 7 % 250).astype(np.int32)
 
 
 def load_onnx(path: Path, **options: bool) -> Engine:
-    pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
-    from edgespec.engines.onnx import OnnxEngine
-
     return OnnxEngine.load(path, threads=TEST_THREADS, context_length=512, hidden_states=True, **options)
 
 
@@ -152,9 +150,6 @@ def test_rows_are_aligned_whatever_is_appended_and_cut() -> None:
 
 
 def test_an_engine_says_when_it_has_none(target_path: Path, onnx_path: Path) -> None:
-    pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
-    from edgespec.engines.onnx import OnnxEngine
-
     without = OnnxEngine.load(onnx_path, threads=TEST_THREADS, context_length=64, reproducible=False)
     with without as engine, pytest.raises(CapabilityError, match="load it with hidden_states=True"):
         CachedSequence(engine).keep_features(True)

@@ -21,18 +21,14 @@ from edgespec.engines.onnx.source import GgufFile, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.formats.onnx.llama_config import WRITABLE
-from edgespec.installation import has_engine
-from edgespec.kernels.library import library_path
 from edgespec.loading.requirements import resolve_pair
 from edgespec.types import Batch
+from needs import NEEDS_KERNELS, NEEDS_LLAMA
 from split_gguf import split
-from tiny_graphs import mean_kl, tiny_files
+from tiny_graphs import assert_same_vocabulary, mean_kl, scored, tiny_files
 
 TARGET, DRAFT = DEMO / "demo-target-q8_0.gguf", DEMO / "demo-draft-q8_0.gguf"
-NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="compares with llama.cpp, which is not installed")
-pytestmark = pytest.mark.skipif(
-    library_path() is None, reason="the kernels are not built: scripts/run.py test builds them"
-)
+pytestmark = NEEDS_KERNELS
 TEXTS = (
     "I need a table for two in San Jose tonight, at 7:30 pm.",
     "def f(x):\n\treturn {'a': x**2}  # \u00fcber\n",
@@ -50,12 +46,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def engine():
     with OnnxEngine.load(TARGET, threads=TEST_THREADS, context_length=512) as found:
         yield found
-
-
-def scored(engine, ids, step):
-    """Logits of all tokens [n, vocabulary] in passes of `step` rows."""
-    engine.rollback(0)
-    return np.concatenate([engine.forward(Batch.chain(ids[at : at + step])).copy() for at in range(0, len(ids), step)])
 
 
 def test_a_model_in_several_files_is_the_model(engine, tmp_path):
@@ -101,14 +91,7 @@ def test_texts_become_the_tokens_that_llama_cpp_makes_of_them():
     source = open_source(TARGET)
     with VocabularyFile(TARGET) as theirs:
         ours = TokenizerFile(source.folder, theirs.size)
-        for text in TEXTS:
-            for special in (False, True):
-                assert ours.encode(text, parse_special=special) == theirs.encode(text, parse_special=special)
-        assert all(ours.token_bytes(each) == theirs.token_bytes(each) for each in range(theirs.size))
-        assert (ours.bos_id, ours.eos_id, ours.adds_bos, ours.end_ids) == (
-            *(theirs.bos_id, theirs.eos_id, theirs.adds_bos),
-            theirs.end_ids,
-        )
+        assert_same_vocabulary(ours, theirs, TEXTS)
         assert ours.chat_template == theirs.chat_template
 
 

@@ -7,27 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
-
-pytest.importorskip("gguf", reason="tiny models are written by the package gguf: scripts/run.py install export")
-
-import gguf
 
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.source import open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
-from edgespec.installation import has_engine
-from edgespec.kernels.library import library_path
-from edgespec.types import Batch
+from needs import NEEDS_KERNELS, NEEDS_LLAMA
+from tiny_graphs import assert_same_vocabulary, scored
 from tiny_mixtures import CASES, Twin, write
 
-pytestmark = pytest.mark.skipif(
-    library_path() is None, reason="the kernels are not built: scripts/run.py test builds them"
-)
-NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="compares with llama.cpp, which is not installed")
+pytestmark = NEEDS_KERNELS
 NEARLY_WHOLE = (8.0, 4096.0, 32.0, 1.0)  # a ramp from 4.05 to 8.70
 IDS = np.random.default_rng(5).integers(3, 250, 40).tolist()
 
@@ -36,12 +29,6 @@ IDS = np.random.default_rng(5).integers(3, 250, 40).tolist()
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("tiny")
     return lambda name: write(folder / f"{name}.gguf", CASES[name])
-
-
-def scored(engine, ids, step):
-    """Logits of all tokens [n, vocabulary] in passes of `step` rows."""
-    engine.rollback(0)
-    return np.concatenate([engine.forward(Batch.chain(ids[at : at + step])).copy() for at in range(0, len(ids), step)])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -106,11 +93,4 @@ def test_texts_become_the_tokens_that_llama_cpp_makes_of_gemmas_vocabulary(tmp_p
     ]
     with VocabularyFile(path) as theirs:
         ours = TokenizerFile(open_source(path).folder, theirs.size)
-        for text in texts:
-            for special in (False, True):
-                assert ours.encode(text, parse_special=special) == theirs.encode(text, parse_special=special), text
-        assert all(ours.token_bytes(each) == theirs.token_bytes(each) for each in range(theirs.size))
-        assert (ours.bos_id, ours.eos_id, ours.adds_bos, ours.end_ids) == (
-            *(theirs.bos_id, theirs.eos_id, theirs.adds_bos),
-            theirs.end_ids,
-        )
+        assert_same_vocabulary(ours, theirs, texts)

@@ -21,6 +21,7 @@ from edgespec.engines.onnx.library import library, run_options
 from edgespec.errors import CapabilityError, ConfigError, ModelNotFound, PromptError
 from edgespec.runtime import load
 from edgespec.types import Batch
+from tiny_graphs import assert_same_vocabulary
 
 TEXTS = (
     "Find me a restaurant in San Jose.",
@@ -77,20 +78,10 @@ def test_the_rewritten_graph_computes_what_the_exported_one_does(engine, onnx_pa
 def test_the_vocabulary_is_that_of_the_gguf(engine):
     with VocabularyFile(DEMO / "demo-target-q8_0.gguf") as gguf:
         ours = engine.vocabulary
-        assert (ours.size, ours.bos_id, ours.eos_id, ours.adds_bos, ours.end_ids) == (
-            gguf.size,
-            gguf.bos_id,
-            gguf.eos_id,
-            gguf.adds_bos,
-            gguf.end_ids,
-        )
-        assert ours.pieces == gguf.pieces
+        assert_same_vocabulary(ours, gguf, TEXTS)
         assert [ours.token_name(i) for i in range(ours.size)] == [gguf.token_name(i) for i in range(gguf.size)]
         assert ours.chat_template.strip() == gguf.chat_template.strip()
-        for text in TEXTS:
-            for special in (False, True):
-                assert ours.encode(text, parse_special=special) == gguf.encode(text, parse_special=special)
-            assert ours.decode(ours.encode(text)) == text
+        assert all(ours.decode(ours.encode(text)) == text for text in TEXTS)
 
 
 def test_text_that_is_no_unicode_is_refused(engine):

@@ -99,18 +99,23 @@ def test_tokens_that_fill_a_gap_are_found_by_their_names(opened: Open, is_specia
 def test_other_threads_go_on_while_a_long_text_is_read(opened: Open):
     vocabulary = opened(byte_level_tokenizer("smollm"))
     text = "a word of many " * 60_000
-    ticks, is_done = [perf_counter()], Event()
 
-    def tick() -> None:
-        while not is_done.wait(0.001):
-            ticks.append(perf_counter())
+    def longest_wait() -> float:
+        """Of another thread, as a share of the time that reading takes."""
+        ticks, is_done = [perf_counter()], Event()
 
-    beside = Thread(target=tick)
-    beside.start()
-    began_s = perf_counter()
-    ids = vocabulary.encode(text)
-    took_s = perf_counter() - began_s
-    is_done.set()
-    beside.join()
-    assert max(after - before for before, after in pairwise(ticks)) < took_s / 2
-    assert vocabulary.decode(ids) == text
+        def tick() -> None:
+            while not is_done.wait(0.001):
+                ticks.append(perf_counter())
+
+        beside = Thread(target=tick)
+        beside.start()
+        began_s = perf_counter()
+        assert vocabulary.decode(vocabulary.encode(text)) == text
+        took_s = perf_counter() - began_s
+        is_done.set()
+        beside.join()
+        return max(after - before for before, after in pairwise(ticks)) / took_s
+
+    # Other load may keep the thread waiting, too; a reader that never lets go does so every time.
+    assert any(longest_wait() < 0.5 for _ in range(6))

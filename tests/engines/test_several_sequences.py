@@ -19,8 +19,6 @@ OPTIONS = GenerateOptions(max_tokens=24, ignore_eos=True)
 
 
 def opened(engine: Any, **options: Any) -> Model:
-    if engine == "onnx":
-        pytest.importorskip("onnxruntime", reason="the ONNX engine needs onnxruntime")
     return edgespec.load("demo", engine=engine, threads=TEST_THREADS, context_length=256, **options)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="makes the model with the package gguf: scripts/run.py install export")
 pytest.importorskip("llama_cpp", reason="llama.cpp is not installed")
 
 import edgespec

@@ -7,23 +7,19 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
-
 from demo import DEMO
 from edgespec.cli.main import cli
 from edgespec.export import pair as pairs
 from edgespec.export import room
 from edgespec.export.check import Limits, limits_of
 from edgespec.formats.manifest import read_pair
-from edgespec.installation import has_engine
 from gguf_conversions import answer, export, export_without
+from needs import NEEDS_LLAMA
 from tiny_checkpoints import write_checkpoint
 from tiny_gguf import write_model
 
 FILE, FILE_DRAFT = DEMO / "demo-target-q8_0.gguf", DEMO / "demo-draft-q8_0.gguf"
 FOLDER, FOLDER_DRAFT = DEMO / "hf" / "target", DEMO / "hf" / "draft"
-NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="compares with llama.cpp, which is not installed")
-ROTATED = {"rope_type": "default", "rope_theta": 5000.0}
 HEAVY = ("torch", "transformers", "safetensors")
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,14 +9,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("gguf", reason="conversion needs the package gguf: scripts/run.py install export")
-safetensors = pytest.importorskip("safetensors.numpy", reason="writing test folders needs the package safetensors")
-
-
-from demo import DEMO, change_json, changed_copy  # noqa: E402
-from edgespec.errors import ModelFileError  # noqa: E402
-from edgespec.export.gguf.convert import convert  # noqa: E402
-from edgespec.installation import install_command  # noqa: E402
+from demo import DEMO, change_json, changed_copy
+from edgespec.errors import ModelFileError
+from edgespec.export.gguf.convert import convert
+from edgespec.installation import install_command
 
 
 @pytest.mark.parametrize(
@@ -24,7 +20,7 @@ from edgespec.installation import install_command  # noqa: E402
     [
         (lambda f: (f / "config.json").unlink(), r"config\.json is missing"),
         (lambda f: (f / "config.json").write_text("{"), r"config\.json cannot be read as JSON"),
-        (lambda f: (f / "config.json").write_text("[]"), r"holds a list, an object was expected"),
+        (lambda f: (f / "config.json").write_text("[]"), r"holds \[\], an object was expected"),
         (lambda f: change_json(f / "config.json", rms_norm_eps="x"), "config.json has an impossible setting: .*'x'"),
         (lambda f: change_json(f / "config.json", rms_norm_eps=1e99), "a setting that GGUF cannot hold"),
         (

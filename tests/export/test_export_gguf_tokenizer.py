@@ -7,10 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("gguf", reason="conversion needs the package gguf: scripts/run.py install export")
-pytest.importorskip("tokenizers", reason="the comparison needs the package tokenizers")
-
 from gguf.gguf_reader import GGUFReader
 
 from demo import DEMO, change_json

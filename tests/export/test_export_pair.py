@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
-
 from demo import DEMO, change_json, changed_copy
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, StateError, UsageError
 from edgespec.export import room
@@ -49,12 +47,6 @@ def test_quantisations_are_sorted_by_the_format_that_knows_them():
     assert parse_quants("--quant", ["onnx=q8_0"], both) == {"onnx": "q8_0"}
 
 
-def test_a_draft_takes_the_targets_type_unless_another_is_given():
-    asked = ExportRequest("a", Path("b"), {"onnx": "int4", "gguf": "q8_0"}, draft="c", draft_quants={"onnx": "int8"})
-    assert (asked.quant_of("target", "onnx"), asked.quant_of("draft", "onnx")) == ("int4", "int8")
-    assert asked.quant_of("draft", "gguf") == "q8_0"
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -71,14 +63,6 @@ def test_contradictory_requests_are_refused(changes, said):
 
 
 # plans
-
-
-def test_facts_come_from_headers():
-    facts = read_facts(local_source(TARGET))
-    assert facts.architecture == "LlamaForCausalLM"
-    assert facts.num_parameters == 8_131_328
-    assert (facts.num_layers, facts.vocabulary_size, facts.context_length) == (9, 4096, 2048)
-    assert facts.table_parameters == 4096 * 256
 
 
 @pytest.mark.parametrize("quant", ["f16", "q4_k_m"])
@@ -250,7 +234,6 @@ def test_a_broken_tokenizer_is_named(tmp_path, content):
 
 
 def test_a_tokenizer_that_loses_text_is_refused(tmp_path):
-    pytest.importorskip("tokenizers")
     check_round_trip(TARGET)
     folder = changed_copy(tmp_path / "hf")
     change_json(folder / "tokenizer.json", normalizer={"type": "Lowercase"})

@@ -6,16 +6,11 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import gguf
 import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
-
-pytest.importorskip(
-    "gguf", reason="reading the weights of a GGUF needs the package gguf: scripts/run.py install export"
-)
-
-import gguf
 
 import tiny_graphs
 from demo import DEMO, TEST_THREADS
@@ -25,7 +20,7 @@ from edgespec.export.onnx.writer import kept_in_more, open_gguf
 from edgespec.export.room import facts_of_gguf
 from edgespec.formats.onnx.forms import quantise_blocks
 from edgespec.formats.onnx.four_bits import STORED_TYPES, fit, take_apart
-from edgespec.installation import has_engine
+from needs import NEEDS_LLAMA
 from tiny_checkpoints import TOKEN_IDS, write_checkpoint
 from tiny_gguf import Shape, write_model
 from tiny_graphs import Floats, mean_kl
@@ -125,10 +120,9 @@ def test_a_mix_of_types_is_kept(q4_k_m_path: Path, tmp_path: Path):
     assert mean_kl(logits(made, ids), exact) < 0.003
 
 
+@NEEDS_LLAMA
 def test_rows_that_llama_cpp_cannot_store_in_4_bits_keep_their_5(tmp_path: Path):
     """Q4_K wants rows of 256 weights; most of this file is Q5_0 for that, and a larger table is Q8_0, as in Gemma 3."""
-    if not has_engine("llamacpp"):
-        pytest.skip("quantises with llama.cpp, which is not installed")
     source = write_model(tmp_path / "source.gguf", Shape(layers=3, width=64, hidden=256))
     path = tmp_path / "q4_k_m.gguf"
     quantise(source, path, "q4_k_m", threads=TEST_THREADS)

@@ -10,12 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
-
-pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
-
-import gguf
 
 from demo import DEMO, TEST_THREADS
 from edgespec.engines.onnx import OnnxEngine
@@ -26,16 +23,14 @@ from edgespec.export.onnx.writer import GgufWeights, open_gguf
 from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.onnx.forms import quantise_blocks
 from edgespec.formats.onnx.llama_config import WRITABLE
-from edgespec.installation import has_engine
 from edgespec.types import Batch
+from needs import NEEDS_LLAMA
 from tiny_checkpoints import CASES as SETTINGS
 from tiny_checkpoints import COLUMNS, LOGITS, write_checkpoint
 from tiny_gguf import Shape, write_model
 from tiny_graphs import CASES, IDS, difference, export_gguf, graph, logits, mean_kl, tiny_files
 from tiny_mixtures import CASES as MIXTURES
 from tiny_mixtures import write
-
-NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="compares with llama.cpp, which is not installed")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("gguf", reason="the tiny models need the package gguf: scripts/run.py install export")
 pytest.importorskip("llama_cpp", reason="the comparison is with llama.cpp: scripts/run.py install llamacpp")
 
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile

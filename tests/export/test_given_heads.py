@@ -11,19 +11,17 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
-
 from demo import DEMO
 from edgespec.cli.main import cli
 from edgespec.config.options import LoadOptions
 from edgespec.formats.head_file import read_head_file
 from edgespec.formats.manifest import read_pair, sha256_of
-from edgespec.installation import has_engine
 from edgespec.loading import requirements as given_heads
 from edgespec.loading.own_models import drafted_from, pair_bytes
 from edgespec.loading.requirements import SHIPPED, Chosen, shipped_heads, target_use
 from edgespec.platform.files import shipped_models
 from gguf_conversions import export
+from needs import NEEDS_LLAMA
 from trainlib.head_files import write_head_file
 
 TARGET, HEADS = DEMO / "demo-target-q8_0.gguf", DEMO / "heads" / "eagle.npz"
@@ -52,7 +50,7 @@ def test_the_heads_draft_and_change_no_text(source: Path, tmp_path: Path) -> Non
     assert drafted["text"] == answer(tmp_path / "pair", "--drafter", "none")["text"]
 
 
-@pytest.mark.skipif(not has_engine("llamacpp"), reason="makes a GGUF, which llama.cpp checks")
+@NEEDS_LLAMA
 def test_they_lie_beside_a_gguf_too(tmp_path: Path) -> None:
     arguments = ["export", str(DEMO / "hf" / "target"), "--to", "both", "--draft", str(HEADS), "--no-check"]
     result = CliRunner().invoke(cli, [*arguments, "-o", str(tmp_path / "pair")])

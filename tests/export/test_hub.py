@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
-pytest.importorskip("huggingface_hub", reason="a hub needs the package huggingface_hub: scripts/run.py install export")
-
 from edgespec.errors import ModelFileError, ModelNotFound
 from edgespec.export.hub import find_source
 from edgespec.formats.manifest import read_pair

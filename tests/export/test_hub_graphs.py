@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="the tiny models need the package gguf: scripts/run.py install export")
-
 from demo import TEST_THREADS, change_json
 from edgespec.errors import ModelFileError
 from edgespec.export.check import open_engine

@@ -7,14 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
-onnx = pytest.importorskip("onnx")
-
-from onnx import TensorProto, helper, numpy_helper  # noqa: E402
-
-from edgespec.engines.onnx.library import open_session  # noqa: E402
-from edgespec.errors import CapabilityError, ModelFileError  # noqa: E402
-from edgespec.export.onnx.optimum import exporter, quantise, run, save  # noqa: E402
+from edgespec.engines.onnx.library import open_session
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.export.onnx.optimum import exporter, quantise, run, save
 
 EXPORTER = """
 import sys

@@ -10,9 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="quantising needs the package gguf: scripts/run.py install export")
-pytest.importorskip("tokenizers", reason="the test folders need the package tokenizers")
-
 from edgespec.errors import ConfigError, ModelFileError, StateError
 from edgespec.export.gguf.convert import GGUF_QUANTS, check_quant, convert, quantise
 from edgespec.formats.gguf.check import check_gguf

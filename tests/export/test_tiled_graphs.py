@@ -9,9 +9,6 @@ import numpy as np
 import onnx
 import pytest
 
-pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
-
-
 import edgespec
 from demo import DEMO, TEST_THREADS
 from edgespec.engines.model_use import ModelUse
@@ -23,19 +20,17 @@ from edgespec.export.onnx import writer
 from edgespec.formats.manifest import read_pair
 from edgespec.formats.onnx import DATA
 from edgespec.formats.onnx.tiles import DOMAIN, LAYOUT_VERSION
-from edgespec.installation import has_engine
-from edgespec.kernels.library import library_path
 from edgespec.types import Batch
 from gguf_conversions import answer, export
+from needs import NEEDS_KERNELS, NEEDS_LLAMA
 from tiny_checkpoints import write_checkpoint
 from tiny_graphs import IDS, Floats, export_gguf, graph
 
 TARGET, CHECKPOINT = DEMO / "demo-target-q8_0.gguf", DEMO / "hf" / "target"
-NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="llama.cpp, which is not installed, quantises")
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(library_path() is None, reason="the kernels have not been built"),
+    NEEDS_KERNELS,
 ]
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-MB = 1_000_000
 TOKENIZER_CHILD = """
 import sys
 from pathlib import Path

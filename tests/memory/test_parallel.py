@@ -14,18 +14,16 @@ from edgespec.engines.llamacpp.library import library
 from edgespec.engines.llamacpp.settings import CELLS_MULTIPLE
 from edgespec.engines.model_use import WIDEST
 from edgespec.errors import ConfigError
-from edgespec.kernels.library import library_path
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import MOST_SEQUENCES, fit
 from edgespec.memory.plan import Room, planned
+from needs import NEEDS_KERNELS
 
 OPTIONS = LoadOptions("demo", context_length=1024, drafter="model")
 
 
 @pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
 def test_each_answer_has_a_cache_of_its_own_in_the_plan(engine: Any) -> None:
-    if engine == "onnx":
-        pytest.importorskip("onnxruntime", reason="reading its footprint needs onnxruntime")
     options = replace(OPTIONS, engine=engine)
     pair = resolve_pair(options)
     one, four = (planned(replace(options, parallel=count), pair) for count in (1, 4))
@@ -55,7 +53,7 @@ def test_the_planned_cells_are_those_of_the_load(drafter: Any, reproducible: boo
     assert cells_of(options) == loaded
 
 
-@pytest.mark.skipif(library_path() is None, reason="the kernels are not built: scripts/run.py test builds them")
+@NEEDS_KERNELS
 def test_there_is_room_for_as_many_answers_as_fit_with_full_texts() -> None:
     options = replace(OPTIONS, parallel="auto")
     pair = resolve_pair(options)

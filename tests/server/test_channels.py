@@ -24,7 +24,6 @@ from edgespec.server.structure import terminal
 from serving import client_of, post, serving, streamed
 from tiny_gguf import Shape, write_model
 
-pytest.importorskip("llguidance")
 MARKS = ("<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>")
 ANALYSIS, FINAL, NEXT = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|end|><|start|>assistant"
 CALL = call_header("f") + '{"a": 1}<|call|>'

@@ -162,7 +162,6 @@ def test_paths_without_a_version(client: TestClient):
 # -- Filling gaps, as editors ask for it: `suffix` of completions, `/infill`; and control tokens in raw prompts
 
 
-pytest.importorskip("llguidance")
 FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>", "<|fim_pad|>")
 BEFORE, AFTER = "def add(a, b):\n    return ", "\n\nprint(add(1, 2))\n"
 GAP: dict[str, Any] = {"input_prefix": BEFORE, "input_suffix": AFTER}
@@ -348,9 +347,9 @@ def test_both_paths_end_with_a_block_and_choose_fields(coder: TestClient, path: 
     [
         ({"lora": [{"id": 0, "scale": 0.5}]}, "lora is not supported: this server applies no adapters"),
         ({"n_predict": 4, "max_tokens": 5}, "the same setting"),
-        ({"n_probs": True}, "n_probs must be int"),
-        ({"t_max_predict_ms": 2**40}, "t_max_predict_ms must be int <="),
-        ({"response_fields": "content"}, "response_fields must be array"),
+        ({"n_probs": True}, "n_probs must be an integer"),
+        ({"t_max_predict_ms": 2**40}, "t_max_predict_ms must be an integer <="),
+        ({"response_fields": "content"}, "response_fields must be an array"),
         ({"logit_bias": [5]}, "number or false"),
         ({"logit_bias": {"5": None}}, "logit_bias"),
         ({"logit_bias": [[-1, 1]]}, "token ids"),
@@ -386,7 +385,7 @@ def test_where_a_block_ends(coder: TestClient, text: str, kept: str) -> None:
         ("/completion", {"prompt": ["a"] * 9, "n": 2}, "at most 16 answers"),
         ("/completion", {"prompt": [True]}, "prompt must be a text"),
         ("/completion", {"prompt": None}, "prompt is missing"),
-        ("/completion", {"prompt": {"prompt_string": "x"}}, "prompt must be str | array"),
+        ("/completion", {"prompt": {"prompt_string": "x"}}, "prompt must be a string or an array"),
         ("/infill", {"input_prefix": "a"}, "input_suffix is missing"),
         ("/infill", {"input_suffix": "a"}, "input_prefix is missing"),
         ("/infill", GAP | {"input_extra": ["a"]}, "input_extra.0"),

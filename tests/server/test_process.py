@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from command_line import refusal, run
 from demo import ROOT, TEST_THREADS
 from edgespec import GenerateOptions, LoadOptions, Model
 from edgespec.kernels.library import library_path
@@ -27,7 +27,7 @@ from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import MOST_SEQUENCES
 from edgespec.memory.plan import planned
 from serving import ENDS_WITHIN_S, ends_with_input, errors_of, read_line, served
-from several import DRAFT, ONNX, PATHS, second_demo
+from several import DRAFT, ONNX, PATHS
 from waiting import until
 
 CHAT = "/v1/chat/completions"
@@ -72,15 +72,13 @@ def test_four_clients_at_once_get_their_own_texts(url: str, model: Model):
     assert [answer["choices"][0]["message"]["content"] for answer in answers] == expected
 
 
-@pytest.mark.quiet
-def test_a_client_that_leaves_frees_the_model_at_once(url: str):
+def test_a_client_that_leaves_frees_the_model(url: str):
     with httpx.stream("POST", url + CHAT, json=endless(url)) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         assert httpx.get(url + "/health").json()["running"] == 1
-    began_s = time.monotonic()
     until(lambda: httpx.get(url + "/health").json()["running"] == 0)
-    assert time.monotonic() - began_s < 2.0  # 1900 tokens take longer
+    assert 'generations_total{reason="cancelled"} 1' in httpx.get(url + "/metrics").text
     assert ask(url, "hi", max_tokens=2).json()["usage"]["completion_tokens"] == 2
 
 
@@ -167,13 +165,10 @@ def test_a_signal_while_the_model_is_loaded_ends_it(private_home: Path):
         assert "Traceback" not in errors_of(process)
 
 
-def test_an_address_in_use_is_one_line(private_home: Path):
+def test_an_address_in_use_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with served(private_home, "--port", str(port)) as process:
-            assert process.wait(ENDS_WITHIN_S) == 2
-            (line,) = errors_of(process).splitlines()
-            assert line.startswith(f"error: cannot listen on 127.0.0.1 port {port}: Address already in use")
+        refusal(run("serve", "--port", str(port)), f"cannot listen on 127.0.0.1 port {port}: Address already in use")
 
 
 def test_without_its_libraries_one_line_names_the_command():
@@ -202,13 +197,6 @@ def loaded(url: str) -> list[str]:
     return [each["name"] for each in httpx.get(url + "/api/ps").json()["models"]]
 
 
-def refusal(home: Path, *options: str) -> str:
-    """What is said of a command line with which nothing is served."""
-    with served(home, *options, "--port", "0") as process:
-        assert process.wait(ENDS_WITHIN_S) not in (0, None)
-        return errors_of(process)
-
-
 def test_names_defaults_and_options_of_each(private_home: Path, draft_path: Path):
     options = ("--alias", "big", "--alias", f"small={PATHS[ONNX]}", "--draft-length", "2", "-md", str(draft_path))
     with served(private_home, PATHS[ONNX], *options, *CONTEXT, "--seed", "7") as process:
@@ -224,15 +212,15 @@ def test_names_defaults_and_options_of_each(private_home: Path, draft_path: Path
         assert loaded(url) == ["big"]
 
 
-def test_two_models_need_two_names(private_home: Path):
-    assert "two models are called 'demo'" in refusal(private_home, "demo")
-    assert "names none of the models" in refusal(private_home, PATHS[DRAFT], "--alias", "a=b")
-    assert "no model 'absent'" in refusal(private_home, "absent")
+def test_two_models_need_two_names():
+    refusal(run("serve", "demo", "demo"), "two models are called 'demo'")
+    refusal(run("serve", "demo", PATHS[DRAFT], "--alias", "a=b"), "names none of the models")
+    refusal(run("serve", "demo", "absent"), "no model 'absent'")
 
 
 def test_a_second_model_that_is_damaged_or_goes_while_it_runs(private_home: Path, tmp_path: Path):
-    path = second_demo(tmp_path)
-    whole = path.read_bytes()
+    path, whole = tmp_path / "second.gguf", Path(PATHS[DRAFT]).read_bytes()
+    path.write_bytes(whole)
     with served(private_home, str(path), *CONTEXT) as process:
         url = read_line(process)["url"]
         text = complete(url, None).json()["choices"][0]["text"]
@@ -310,7 +298,7 @@ def test_its_memory_goes_back_to_the_system_each_time(private_home: Path):
         for _ in range(6):
             texts.append(text_of(url))
             used.append(resident_bytes(process))
-            until(lambda: resident_bytes(process) < used[-1] - (8 << 20), 20, process)
+            until(lambda: resident_bytes(process) < used[-1] - (8 << 20), process=process)
             assert not is_loaded(url)
         assert len(set(texts)) == 1
         assert used[-1] < used[2] + (8 << 20), used  # the first loads find room that others have left
@@ -333,9 +321,6 @@ def test_what_was_learnt_of_costs_is_kept(tmp_path: Path):
 
 # -- Programs that people use, against this server: the official Python clients, if they are installed; and processes
 # that are killed: no generation goes on for nobody, and no server outlives its parent
-
-
-QUESTION = [{"role": "user", "content": "Find me a bus to Fresno."}]
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")

@@ -125,7 +125,6 @@ def served_with(path: Path, options: GenerateOptions | None = None, form: Any = 
 
 
 def model_with(folder: Path, template: str) -> Path:
-    pytest.importorskip("llguidance")
     return write_model(folder / "m.gguf", metadata={"tokenizer.chat_template": template})
 
 

@@ -51,6 +51,7 @@ def test_a_stream_holds_the_same_answer(client: TestClient, expected: Any):
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     kinds = [event["type"].removeprefix("response.") for event in found]
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert found[2]["item"]["content"] == [] and found[3]["part"]["text"] == ""  # what is added grows from nothing
     assert kinds[-4:-1] == ["output_text.done", "content_part.done", "output_item.done"]
     assert "".join(event["delta"] for event in found if "delta" in event) == expected.text
     last = found[-1]["response"]

@@ -9,7 +9,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -114,40 +113,6 @@ async def test_stopping_refuses_the_waiting_and_finishes_the_running(scheduler: 
 
 
 # -- several at once
-
-
-async def test_64_clients_and_random_cancels_on_four_slots(tmp_path: Path):
-    """Everybody gets the text that he gets alone, or the beginning of it; no slot stays taken."""
-    random = Random(4)
-    prompts = [[random.randrange(10) for _ in range(random.choice([1, 6, 120]))] for _ in range(64)]
-    options = [
-        GenerateOptions(max_tokens=random.randrange(1, 40), drafter=random.choice(["none", "auto"])) for _ in prompts
-    ]
-    leaving = set(random.sample(range(64), 24))
-    with table_model(tmp_path, pass_s=0.001, parallel=4) as model:
-        scheduler = Scheduler(model, 64, Metrics())
-
-        async def client(index: int) -> list[int]:
-            await asyncio.sleep(random.random() * 0.3)
-            (ticket,) = await scheduler.submit([Job(prompts[index], Sampling(temperature=1.0, seed=9), options[index])])
-            assert scheduler.num_running <= 4
-            if index in leaving:
-                asyncio.get_running_loop().call_later(random.random() * 0.2, ticket.cancel)
-            ids = [event.token_id async for events in ticket for event in events]
-            assert ticket.stats.finish_reason is not None and (
-                ticket.stats.finish_reason != "cancelled" or index in leaving
-            )
-            return ids
-
-        found = await asyncio.gather(*(client(index) for index in range(64)))
-        scheduler.close()
-        model.target.pass_s = 0.0  # type: ignore[attr-defined]
-        assert scheduler.num_running == scheduler.num_waiting == 0
-        assert sum(scheduler.metrics.finished.values()) >= 64 - len(leaving)
-        for index, ids in enumerate(found):
-            alone = replace(options[index], drafter="none")
-            whole = list(model.generate(prompts[index], Sampling(temperature=1.0, seed=9), alone).token_ids)
-            assert ids == (whole[: len(ids)] if index in leaving else whole)
 
 
 async def test_a_caller_in_the_process_gets_the_model_between_answers(tmp_path: Path):

@@ -134,7 +134,7 @@ async def test_a_request_for_another_model_waits_for_the_answers_that_run(host: 
     whole = Client(host.app, model=ONNX, max_tokens=4)
     await reached(lambda: b": ping" in waiting.body)
     late = Client(host.app, model=GGUF, max_tokens=4)  # behind the others, which came before
-    await reached(lambda: host[GGUF].service.residence.num_waiting == 1)
+    await reached(lambda: host[GGUF].service.num_waiting == 1)
     assert not running.task.done() and host[ONNX].num_loads == 0 and not late.sent and not whole.sent
     assert host.client.get("/health").json() == {"status": "ok", "running": 1, "waiting": 3, "preparing": 0}
     for client in (running, waiting, whole, late):
@@ -184,7 +184,7 @@ async def test_many_requests_for_all_models_at_once_are_all_answered(hosts: Make
     statuses = [client.sent[0]["status"] if client.sent else None for client in clients]
     assert {status for index, status in enumerate(statuses) if index % 4} == {200}
     assert most <= 2
-    assert all(each.service.residence.num_waiting == 0 for each in host.models.values())
+    assert all(each.service.num_waiting == 0 for each in host.models.values())
 
 
 async def test_the_least_recently_used_idle_model_goes(hosts: MakeHost):
@@ -211,10 +211,10 @@ async def test_a_client_that_leaves_while_it_waits_keeps_no_model_out(host: Host
     await reached(lambda: running.sent)
     leaving = [Client(host.app, model=ONNX, stream=is_stream) for is_stream in (True, False)]
     leaving.append(Client(host.app, "/tokenize", messages=None, max_tokens=None, content="hi", model=ONNX))
-    await reached(lambda: host[ONNX].service.residence.num_waiting == 3)
-    await reached(lambda: not host[GGUF].service.residence.is_open)
+    await reached(lambda: host[ONNX].service.num_waiting == 3)
+    await reached(lambda: not host[GGUF].service.is_open)
     held = Client(host.app, model=GGUF, max_tokens=4)
-    await reached(lambda: host[GGUF].service.residence.num_waiting == 1)
+    await reached(lambda: host[GGUF].service.num_waiting == 1)
     for client in leaving:
         client.leave()
         await client.task
@@ -256,7 +256,7 @@ async def test_too_many_that_wait_for_a_model_are_refused(hosts: MakeHost):
     running = endless(host, GGUF)
     await reached(lambda: running.sent)
     waiting = [Client(host.app, model=ONNX, max_tokens=4) for _ in range(2)]
-    await reached(lambda: host[ONNX].service.residence.num_waiting == 2)
+    await reached(lambda: host[ONNX].service.num_waiting == 2)
     refused = Client(host.app, model=ONNX, max_tokens=4)
     await refused.task
     assert refused.sent[0]["status"] == 429 and b"queue_full" in refused.body
@@ -283,7 +283,7 @@ async def test_a_stop_refuses_who_waits_and_lets_the_answer_end(host: Host):
     running = endless(host, GGUF, max_tokens=100)
     await reached(lambda: running.sent)
     waiting = Client(host.app, model=ONNX)
-    await reached(lambda: host[ONNX].service.residence.num_waiting == 1)
+    await reached(lambda: host[ONNX].service.num_waiting == 1)
     host.services.stop()
     await waiting.task
     assert waiting.sent[0]["status"] == 503 and b"stopping" in waiting.body

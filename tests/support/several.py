@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from starlette.testclient import TestClient
@@ -84,7 +83,7 @@ class Host:
         for name in names:
             service = Service(name, limits, metrics, aliases=aliases.get(name, ()), places=places, **settings)
             self.models[name] = Served(name, service)
-            service.residence.begin(self.models[name])
+            service.begin(self.models[name])
         self.services = Services(*(each.service for each in self.models.values()))
         self.models[names[0]].load()
         self.app = create_app(self.services)
@@ -114,10 +113,3 @@ def alone(name: str) -> str:
     with edgespec.load(LoadOptions(model=PATHS[name], threads=TEST_THREADS)) as model:
         greedy = replace(model.recommended_sampling, temperature=0.0)
         return model.chat(MESSAGES, greedy, GenerateOptions(max_tokens=8, drafter="none")).result().text
-
-
-def second_demo(folder: Path) -> Path:
-    """A copy of the demo's draft model under another name, to be damaged."""
-    path = folder / "second.gguf"
-    path.write_bytes(Path(PATHS[DRAFT]).read_bytes())
-    return path

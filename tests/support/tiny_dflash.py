@@ -149,11 +149,8 @@ class NumpyBlock:
 
     def _keys(self, layer: int, x: Array, position: int) -> tuple[Array, Array]:
         """Keys and values [kv_heads, size] of one token."""
-        raw = (self._of(layer, "attn_k") @ x).reshape(-1, self.shape.size)
-        keys = rotated(normed(raw) * self._of(layer, "attn_k_norm"), position)
-        if f"blk.{layer}.attn_v.weight" in self._tensors:
-            return keys, (self._of(layer, "attn_v") @ x).reshape(-1, self.shape.size)
-        return keys, normed(raw)
+        keys = normed((self._of(layer, "attn_k") @ x).reshape(-1, self.shape.size)) * self._of(layer, "attn_k_norm")
+        return rotated(keys, position), (self._of(layer, "attn_v") @ x).reshape(-1, self.shape.size)
 
     def block(self, token_id: int, position: int) -> tuple[Array, Array | None]:
         """Logits [rows that propose, vocabulary] behind `token_id`, and confidences [rows that propose]."""
@@ -168,19 +165,16 @@ class NumpyBlock:
         return self._spread(scores, -np.inf)[1:], None
 
     def _layer(self, layer: int, xs: Array, position: int) -> Array:
-        extras = self.shape.has_extras
         inputs = normed(xs) * self._of(layer, "attn_norm")
         known = dict(self.cache[layer])
         for row, x in enumerate(inputs):
             known[position + row] = self._keys(layer, x, position + row)
         attended = np.stack([self._attended(layer, x, position + row, known) for row, x in enumerate(inputs)])
-        behind = attended @ self._of(layer, "attn_output").T
-        xs = xs + (normed(behind) * self._of(layer, "post_attention_norm") if extras else behind)
+        xs = xs + attended @ self._of(layer, "attn_output").T
         inputs = normed(xs) * self._of(layer, "ffn_norm")
         gate, up = (inputs @ self._of(layer, name).T for name in ("ffn_gate", "ffn_up"))
-        behind = (gate / (1 + np.exp(-gate)) * up) @ self._of(layer, "ffn_down").T
-        xs = xs + (normed(behind) * self._of(layer, "post_ffw_norm") if extras else behind)
-        return xs * self._of(layer, "layer_output_scale") if extras else xs
+        found: Array = xs + (gate / (1 + np.exp(-gate)) * up) @ self._of(layer, "ffn_down").T
+        return found
 
     def _attended(self, layer: int, x: Array, position: int, known: dict[int, tuple[Array, Array]]) -> Array:
         """What the row of `x` at `position` reads from all tokens that it sees [heads * size]."""
@@ -193,9 +187,8 @@ class NumpyBlock:
         for head, query in enumerate(queries):
             shared = head // (shape.heads // shape.kv_heads)
             scores = np.array([known[at][0][shared] @ query for at in seen]) / np.sqrt(shape.size)
-            sink = self._of(layer, "attn_sinks")[head] if shape.has_extras else -np.inf
             weights = np.exp(scores - scores.max())
-            weights /= weights.sum() + np.exp(sink - scores.max())
+            weights /= weights.sum()
             found.append(sum(weight * known[at][1][shared] for weight, at in zip(weights, seen, strict=True)))
         return np.concatenate(found)
 

@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from demo import TEST_THREADS
+from edgespec.engines.base import Engine
 from edgespec.export.check import open_engine
 from edgespec.export.gguf.convert import OUTPUT_TYPES, convert, own_precision, quantise
 from edgespec.export.onnx.writer import convert_gguf, open_gguf
-from edgespec.types import Batch
+from edgespec.types import Batch, Logits
+from edgespec.vocabulary import Vocabulary
 from tiny_checkpoints import TOKEN_IDS, write_checkpoint
 
 CASES = ("llama", "smollm2", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3")
@@ -56,6 +58,20 @@ def graph(source: Path, folder: Path, quant: str = "fp32") -> Path:
 def logits(path: Path, ids: Sequence[int] | NDArray[np.int32] = IDS) -> Floats:
     with open_engine("gguf" if path.suffix == ".gguf" else "onnx", path, 128, TEST_THREADS) as engine:
         return engine.forward(Batch.chain(ids)).copy()
+
+
+def scored(engine: Engine, ids: Sequence[int], step: int) -> Logits:
+    """Logits of all tokens [n, vocabulary] in passes of `step` rows."""
+    engine.rollback(0)
+    return np.concatenate([engine.forward(Batch.chain(ids[at : at + step])).copy() for at in range(0, len(ids), step)])
+
+
+def assert_same_vocabulary(ours: Vocabulary, theirs: Vocabulary, texts: Sequence[str]) -> None:
+    for text in texts:
+        for special in (False, True):
+            assert ours.encode(text, parse_special=special) == theirs.encode(text, parse_special=special), text
+    assert ours.pieces == theirs.pieces and ours.end_ids == theirs.end_ids
+    assert (ours.bos_id, ours.eos_id, ours.adds_bos) == (theirs.bos_id, theirs.eos_id, theirs.adds_bos)
 
 
 def difference(found: Floats, wanted: Floats) -> float:

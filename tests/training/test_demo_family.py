@@ -8,7 +8,6 @@ import unicodedata
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from edgespec.formats.manifest import ModelPair, sha256_of
 from edgespec.loading.registry import resolve
 from edgespec.types import Batch
 from edgespec.vocabulary import check_same_vocabulary
-from trainlib import demo_texts as corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"
@@ -80,7 +78,8 @@ def probe_texts(count: int) -> list[str]:
 
 @pytest.mark.parametrize("parse_special", [True, False])
 def test_llama_cpp_and_tokenizers_give_the_same_ids(target: LlamaCppEngine, parse_special: bool):
-    tokenizers = pytest.importorskip("tokenizers", reason="the comparison needs the package tokenizers")
+    import tokenizers
+
     theirs = tokenizers.Tokenizer.from_file(str(DEMO / "hf" / "target" / "tokenizer.json"))
     theirs.encode_special_tokens = not parse_special
     different = [
@@ -92,64 +91,12 @@ def test_llama_cpp_and_tokenizers_give_the_same_ids(target: LlamaCppEngine, pars
     assert different == []
 
 
-def test_every_text_survives_a_round_trip(target: LlamaCppEngine):
-    texts = [text for text in probe_texts(1000) if "<|" not in text or "|>" not in text]
-    assert len(texts) > 700
-    assert [t for t in texts if target.vocabulary.decode(target.vocabulary.encode(t)) != t] == []
-
-
 def test_the_family_shares_one_vocabulary(pair: ModelPair, target: LlamaCppEngine, draft: LlamaCppEngine):
     check_same_vocabulary(target.vocabulary, draft.vocabulary)
     with LlamaCppEngine.load(pair.medium, threads=2, context_length=64, reproducible=False) as medium:
         check_same_vocabulary(target.vocabulary, medium.vocabulary)
     assert target.vocabulary.bos_id == 0 and not target.vocabulary.adds_bos
     assert target.vocabulary.encode("<|im_end|>", parse_special=True)[0] in target.vocabulary.end_ids
-
-
-def example_record(rng: random.Random) -> dict[str, Any]:
-    """A dialogue as the training data stores one, with quotes and non-ASCII text in every field."""
-    messages: list[dict[str, Any]] = []
-    for index in range(rng.randint(1, 4)):
-        messages.append({"role": "user", "content": f'Café "{index}" <b>&</b> please'})
-        reply: dict[str, Any] = {"role": "assistant", "content": f"Here's naïve reply {index}.\nSecond line"}
-        if rng.random() < 0.6:
-            name = rng.choice(["FindRestaurants", "ReserveHotel"])
-            reply["call"] = {"name": name, "arguments": {"city": 'Zür"ich', "n": 2, "ok": True}}
-            reply["result"] = rng.choice([{}, {"address": "1 <Main> St", "rating": 4.5}])
-        messages.append(reply)
-    return {"messages": messages}
-
-
-def as_openai_messages(record: dict[str, Any]) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
-    for message in record["messages"]:
-        if call := message.get("call"):
-            function = {"name": call["name"], "arguments": call["arguments"]}
-            messages.append({"role": "assistant", "tool_calls": [{"type": "function", "function": function}]})
-            messages.append({"role": "tool", "content": corpus.compact_json(message["result"])})
-        messages.append({"role": message["role"], "content": message["content"]})
-    return messages
-
-
-def test_the_template_renders_what_was_trained_on(target: LlamaCppEngine):
-    template = target.vocabulary.chat_template
-    assert template == (DEMO / "chat_template.jinja").read_text(encoding="utf-8")
-    signatures = {"FindRestaurants": ["city", "n", "ok"], "ReserveHotel": ["city", "n", "ok"]}
-    with_tools = 0
-    for seed in range(60):
-        record = example_record(random.Random(seed))
-        wanted = corpus.dialogue(record, signatures, random.Random(seed))
-        messages, tools = as_openai_messages(record), None
-        called = sorted({m["call"]["name"] for m in record["messages"] if m.get("call")})
-        if "<|im_start|>system" in wanted and called:
-            properties = {name: {"type": "string"} for name in signatures["ReserveHotel"]}
-            functions = [{"name": name, "parameters": {"type": "object", "properties": properties}} for name in called]
-            tools = [{"type": "function", "function": function} for function in functions]
-            with_tools += 1
-        elif "<|im_start|>system" in wanted:
-            messages.insert(0, {"role": "system", "content": corpus.SYSTEM_PROMPT})
-        assert render_chat(template, messages, tools=tools, add_generation_prompt=False) == wanted
-    assert with_tools > 10
 
 
 def test_the_generation_prompt_opens_the_turn_that_is_not_open(target: LlamaCppEngine):
@@ -186,8 +133,11 @@ def test_the_answer_is_task_dialogue_and_the_draft_agrees_with_it(target: LlamaC
     assert float((guesses == np.array(answer)).mean()) > 0.5
 
 
-def test_the_wheel_carries_the_pair(tmp_path: Path):
-    builders = pytest.importorskip("hatchling.builders.wheel", reason="building a wheel needs hatchling")
+def test_the_wheel_carries_the_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("KERNELS", "PAGE_LIBRARIES"):  # a compilation of a minute, which test_base_install has
+        monkeypatch.setenv(f"EDGESPEC_{name}", "none")
+    from hatchling.builders import wheel as builders
+
     wheel = next(builders.WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"]))
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()

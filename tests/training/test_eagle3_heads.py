@@ -10,9 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="the tiny heads need the package gguf: scripts/run.py install export")
-
-
 import eagle3 as script
 import edgespec
 from demo import DEMO, TEST_THREADS

@@ -8,19 +8,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch", reason="training needs torch: scripts/run.py install train")
 
-from trainlib.optimise import Muon, orthogonal  # noqa: E402
-
-
-@pytest.mark.parametrize("shape", [(48, 16), (16, 48), (32, 32)])
-def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
-    torch.manual_seed(0)
-    matrix = torch.randn(shape) * 100
-    values = torch.linalg.svdvals(orthogonal(matrix))
-    assert values.shape == (min(shape),)
-    assert 0.5 < float(values.min()) <= float(values.max()) < 1.3
-    # the singular vectors stay: U V^T of the matrix is close to it
-    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    assert float(torch.cosine_similarity(orthogonal(matrix).flatten(), (u @ v).flatten(), dim=0)) > 0.97
+from trainlib.optimise import Muon  # noqa: E402
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon to compare with")

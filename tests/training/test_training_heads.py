@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -165,11 +164,3 @@ def test_the_stages_make_a_file_that_drafts(kind: str, tiny: Path, tmp_path: Pat
     assert (found.manifest.kind, found.manifest.depth, found.manifest.layers) == (kind, 3, (1,))
     assert found.token_ids.size == 60 and found.frequent is not None and found.frequent.size == 20
     assert str(tmp_path) not in str(found.manifest)
-
-
-def test_what_is_missing_is_said(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for stage, said in (("train", "run the stage write first"), ("pack", "run the stage train")):
-        assert script.main([stage, str(tiny), "--work", str(tmp_path)]) == 2
-        assert said in capsys.readouterr().err
-    given = SimpleNamespace(kind="medusa", depth=2, ffn=None)
-    assert isinstance(script.new_heads(given, Weights(tiny, torch.float32), torch.arange(10), 0), MedusaHeads)

@@ -68,7 +68,7 @@ class KernelEngine(SessionEngine):
         )
         self._threads = settings.threads
         self.source, self.settings = source, settings
-        self.vocabulary = vocabulary or TokenizerFile(source.folder, graph.vocabulary_size)
+        self.vocabulary = vocabulary or TokenizerFile(source.folder, graph.vocabulary_size, source.path)
         kind, slots = settings.cache_type_k.upper(), settings.max_sequences
         self._cache = KernelCache(kind, graph.head_sizes, slots, num_chunks(settings.context_length))
         self._named = {CACHE: np.array([self._cache.number])}  # inputs that are the same in all passes

@@ -43,8 +43,7 @@ class _Rest:
         if not latest.size or np.mean(latest >= source.model.config.vocab_size) < _MANY:
             return False
         if self._session is None and (made := source.rest_of_head()):
-            threads = self._engine.facts.threads
-            self._session = open_session(made[0], source.folder, threads=threads, provider="cpu", arrays=made[1])
+            self._session = open_session(made[0], source.folder, threads=1, provider="cpu", arrays=made[1])
         return self._session is not None
 
     def scores(self, states: States) -> Logits:

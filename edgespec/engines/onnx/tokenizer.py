@@ -19,12 +19,14 @@ _LONG = 1 << 16  # characters
 
 
 class TokenizerFile(Vocabulary):
-    """`folder` holds tokenizer.json and its companions; `size` is the width of the model's logits."""
+    """`folder` holds tokenizer.json and its companions; `size` is the width of the model's logits; errors name `owner`,
+    the GGUF that it was made of.
+    """
 
-    def __init__(self, folder: Path, size: int) -> None:
+    def __init__(self, folder: Path, size: int, owner: Path | None = None) -> None:
         self.size = size
         path = tokenizer_file(folder)
-        self._tokenizer, self._lock = _open(path), threading.Lock()
+        self._tokenizer, self._lock = _open(path, owner or path), threading.Lock()
         return_freed_memory()  # reading the file takes up to twice as much again as what is kept of it
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._control: set[int] = {token_id for token_id, token in added if token.special}
@@ -142,7 +144,7 @@ def tokenizer_file(folder: Path) -> Path:
     return path
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path, owner: Path) -> Any:
     try:
         from tokenizers import Tokenizer
     except IMPORT_FAILURES as exc:
@@ -150,7 +152,7 @@ def _open(path: Path) -> Any:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as exc:  # the library raises plain Exception
-        raise ModelFileError(f"{path} is not a usable tokenizer: {exc}. Export the model again") from exc
+        raise ModelFileError(f"{owner} has no usable tokenizer: {exc}. Download or export the model again") from exc
     tokenizer.no_truncation()  # what it was last trained with is no property of a prompt
     tokenizer.no_padding()
     return tokenizer

@@ -88,7 +88,7 @@ export function showQueue(health) {
 export function showMemory(memory) {
   $("memory").hidden = !memory;
   if (!memory) return;
-  const parts = memory.parts.map(({ name, own_bytes, mapped_bytes }) => ({ name, size: own_bytes + mapped_bytes }))
+  const parts = memory.parts.map(({ name, own, mapped }) => ({ name, size: own + mapped }))
     .filter((part) => part.size > 0).sort((a, b) => b.size - a.size);
   const total = parts.reduce((sum, part) => sum + part.size, 0);
   $("memory-total").textContent = `${bytes(memory.total_bytes)} planned, peak so far ${bytes(memory.peak_rss_bytes)}`;
@@ -102,5 +102,5 @@ export function showMemory(memory) {
   $("memory-parts").replaceChildren(...parts.map((part, i) => h("li", {},
     h("span", { class: `swatch m${Math.min(i, 5)}`, "aria-hidden": "true" }), h("span", {}, part.name), h("b", {}, bytes(part.size)))));
   const note = memory.verdict === "fits" ? `Fits: ${bytes(memory.free_bytes)} free (${memory.limit}).` : "Will page: slow.";
-  $("memory-note").textContent = [note, ...memory.given_up].join(" ");
+  $("memory-note").textContent = [note, ...memory.given_up.map((each) => each.text)].join(" ");
 }
