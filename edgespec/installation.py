@@ -29,7 +29,6 @@ BACKENDS = {
     "vulkan": "-DGGML_VULKAN=ON",
     "rpc": "-DGGML_RPC=ON",
 }
-_NO_MEMORY = ("allocate memory", "map segment", "bad_alloc")
 _MOST_REASON = 200  # characters
 # What importing a library raises that has no memory for a part of itself, or is damaged; MemoryError is one for all.
 IMPORT_FAILURES = (ImportError, AttributeError, NameError, OSError, RuntimeError, SystemError, TypeError)
@@ -92,20 +91,14 @@ def has_memory_limit() -> bool:
 def not_importable(what: str, exc: Exception, module: str, extra: str = "") -> CapabilityError:
     """The error for a library that `what` needs and whose import raised `exc`: absent, without memory, or damaged.
 
-    The system's loader tells what it had no memory for in words only, in the user's language. A package that was
-    imported in part fails in any way, also the next time.
+    A package that was imported in part fails in any way, also the next time.
     """
     missing = exc.name if isinstance(exc, ModuleNotFoundError) else None
     if missing is not None and not is_importable(missing.partition(".")[0]):
         return CapabilityError(f"{what} needs {missing}: {install_command(extra)}")
-    reason = cause_of(exc)
-    if has_memory_limit() or any(words in reason for words in _NO_MEMORY):
-        return CapabilityError(
-            f"{what} needs more memory than this process may have: {module} cannot be loaded ({reason}). Raise its "
-            "limits (ulimit -v, ulimit -d)"
-        )
     return CapabilityError(
-        f"{what} needs {module}, which fails: {reason}. Install it again: {reinstall_command(module)}"
+        f"{what} needs {module}, which fails: {cause_of(exc)}. Install it again: {reinstall_command(module)}; where "
+        "memory may be short, raise the limits of this process (ulimit -v, ulimit -d)"
     )
 
 

@@ -31,8 +31,8 @@ TURNS = pytest.StashKey[Turns]()
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have llama.cpp run every GGUF in this process."""
-    monkeypatch.setattr("edgespec.loading.engine_choice.library_path", lambda: None)
-    monkeypatch.setattr("edgespec.loading.engine_choice.why_missing", lambda: "the kernels are not built")
+    monkeypatch.setattr("edgespec.loading.requirements.library_path", lambda: None)
+    monkeypatch.setattr("edgespec.loading.requirements.why_missing", lambda: "the kernels are not built")
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, like the next one

@@ -124,7 +124,7 @@ def _damaged_models() -> Iterator[str]:
     """What is wrong with models of the registry."""
     for folder in registered_folders().values():
         try:
-            read_pair(folder, check_hashes=False)
+            read_pair(folder)
         except EdgespecError as exc:
             yield str(exc)
 

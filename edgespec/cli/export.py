@@ -17,7 +17,7 @@ from edgespec.cli.terminal import note, waiting
 from edgespec.platform.files import exists, expanded, resolved
 
 if TYPE_CHECKING:
-    from edgespec.export.pair import Exported, Reporter
+    from edgespec.export.pair import Reporter
     from edgespec.export.request import ExportRequest
     from edgespec.types import Progress
 
@@ -77,11 +77,11 @@ def command(**given: Any) -> int:
     request = _request(**given)
     reporter: Reporter = _Stages()
     try:
-        done = export_pair(request, reporter)
+        made, figures = export_pair(request, reporter)
     except KeyboardInterrupt:
         note("interrupted: nothing was written")
         return INTERRUPTED
-    _print(request, done)
+    _print(request.output, made, figures)
     return 0
 
 
@@ -96,7 +96,7 @@ def _request(
     **rest: Any,
 ) -> ExportRequest:
     from edgespec.export.request import DEFAULT_QUANTS, ExportRequest, parse_formats, parse_quants
-    from edgespec.loading.engine_choice import GAINING, shipped_heads
+    from edgespec.loading.requirements import GAINING, shipped_heads
 
     formats = parse_formats(to)
     if output is None:
@@ -132,19 +132,19 @@ def _weights_of(source: str) -> str:
     return str(resolve(source, engine="llamacpp").target)
 
 
-def _print(request: ExportRequest, done: Exported) -> None:
+def _print(folder: Path, made: Mapping[str, int], figures: Mapping[str, Any]) -> None:
     from edgespec.cli import run_command
     from edgespec.export.room import human
     from edgespec.formats.manifest import read_pair
 
-    click.echo(f"{done.folder}")
-    for name, size in done.files.items():
+    click.echo(f"{folder}")
+    for name, size in made.items():
         click.echo(f"  {name}  {human(size)}")
-    for line in check_lines(done.figures):
+    for line in check_lines(figures):
         click.echo(line)
-    is_plain = not done.folder.is_absolute() and len(done.folder.parts) == 1  # which the registry would look up first
-    path = f"./{done.folder}" if is_plain else str(done.folder)
-    click.echo(f"run it: {run_command(path, read_pair(done.folder).files['target'])}")
+    is_plain = not folder.is_absolute() and len(folder.parts) == 1  # which the registry would look up first
+    path = f"./{folder}" if is_plain else str(folder)
+    click.echo(f"run it: {run_command(path, read_pair(folder).files['target'])}")
 
 
 def check_lines(figures: Mapping[str, Any]) -> Iterator[str]:

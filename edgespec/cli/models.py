@@ -125,7 +125,7 @@ def card(options: LoadOptions, pair: ModelPair) -> list[tuple[str, str]]:
         facts = ModelFacts.read(pair)
         used, engine = 0, ""
         try:
-            pair, room = resolve_pair(options, check_hashes=False), Room.now(None)
+            pair, room = resolve_pair(options), Room.now(None)
             plan = planned(chosen_context(options, pair, room), pair)
             used, engine, verdict = plan.context_length, runner(pair.files["target"]), room.verdict(plan)
             memory = f"{as_size(plan.total_bytes)}, fits" if verdict.fit == "fits" else str(verdict)

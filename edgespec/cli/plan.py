@@ -35,7 +35,7 @@ def command(model_name: str | None, config_file: Path | None, as_json: bool, **g
     options = LoadOptions(**settings.part("load"))
     room = Room.now(options.memory)
     with keeping_headers():
-        pair = resolve_pair(options, check_hashes=False)
+        pair = resolve_pair(options)
         options = placed(chosen_context(options, pair, room), pair)
         plan = planned(options, pair)
         refusal = ""

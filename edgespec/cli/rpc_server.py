@@ -42,7 +42,7 @@ def command(host: str, port: int, threads: int | None, device: str | None, cache
     """
     _require_free(host, port)
     require_engine("llamacpp", "rpc-server")
-    from edgespec.engines.llamacpp.rpc import require_rpc, serve_rpc
+    from edgespec.engines.llamacpp.remote import require_rpc, serve_rpc
 
     require_rpc("edgespec rpc-server")
     names = tuple(name.strip() for name in device.split(",")) if device else ()

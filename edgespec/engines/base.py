@@ -18,6 +18,7 @@ from edgespec.errors import CapabilityError, ConfigError
 from edgespec.types import Batch, Logits, PoolingName, TokenIds
 from edgespec.vocabulary import Vocabulary
 
+EVERY_WIDTH_TO = 33  # rows of a pass: all widths up to here are tried for a class; prompts use these and the widest
 USUAL_SLOWDOWN = 0.02  # share of plain decoding's time that speculation may lose
 
 

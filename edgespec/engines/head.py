@@ -1,5 +1,7 @@
-"""Base classes of small models that draft from a target's states.
+"""Small models that draft from a target's states: their base class, and the states kept of a sequence's latest tokens.
 
+Of these at most WINDOW are kept. They may begin anywhere in the text: earlier passes may have given none, and of a long
+prompt only the end may be computed.
 Where a head reads pairs, pair P is the state of the text up to token P, and token P + 1. `encode` turns features from
 the target's passes into states; beyond those, the head's own last state is used as the next one. One that drafts a
 block caches the target's features of each token.
@@ -7,7 +9,7 @@ block caches the target's features of each token.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -15,8 +17,88 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.closing import Closing
+from edgespec.engines.base import StatesOf
 from edgespec.errors import BatchError, CapabilityError, ContextFull
 from edgespec.types import Logits, TokenIds
+
+Features = NDArray[np.float32]
+WINDOW = 512  # tokens; at three layers of 4096 these are 24 MiB
+PROMPT_FEATURES = 64  # last tokens of a prompt whose hidden states are computed where that takes their logits, too
+# How many of the last tokens of a prompt have states; the very last one has logits anyway.
+PROMPT_STATES: dict[StatesOf, int] = {"rows with logits": 1, "scored rows": PROMPT_FEATURES, "all rows": WINDOW}
+
+
+class KeptFeatures:
+    """Hidden states, kept for the latest tokens.
+
+    They are of the tokens from `start` up to `end`, at most WINDOW. `read` returns a copy [rows, size] of those of the
+    engine's last pass.
+    """
+
+    def __init__(self, read: Callable[[], Features]) -> None:
+        self._read = read
+        self._scored: Features | None = None  # the rows that `keep` chooses from
+        self.given: Features | None = None  # this sequence's rows of a shared pass; None: the whole pass is its own
+        self.switch(False)
+
+    def switch(self, on: bool) -> None:
+        """Keep rows from the next pass on, or drop them and stop."""
+        self.are_kept = on
+        self._rows: Features = np.zeros((0, 0), np.float32)  # [2 * WINDOW, size]: they move when it is full
+        self._count = self.end = 0  # rows in the array, the last of which is that of the token before `end`
+
+    @property
+    def start(self) -> int:
+        return self.end - min(self._count, WINDOW)
+
+    def latest(self, length: int) -> Features | None:
+        """Rows [n, size] of the last n of `length` tokens, a view; None unless they are kept."""
+        if not self.are_kept:
+            return None
+        count = self._count if self.end == length else 0
+        return self._rows[max(count - WINDOW, 0) : count]
+
+    def _of_pass(self) -> Features:
+        return self._read() if self.given is None else self.given
+
+    def append(self, length: int, last: int | None = None) -> None:
+        """The last pass read the tokens from position `length` on; the rows of the `last` of them are kept."""
+        if self.are_kept:
+            rows = self._of_pass()
+            skipped = 0 if last is None else max(len(rows) - last, 0)
+            self._put(length + skipped, rows[skipped:])
+
+    def score(self) -> None:
+        """The last pass scored draft rows; `keep` will say which of them became tokens."""
+        self._scored = self._of_pass() if self.are_kept else None
+
+    def keep(self, length: int, rows: list[int]) -> None:
+        """These of the scored rows are the tokens from position `length` on."""
+        if self.are_kept and self._scored is not None:
+            self._put(length, self._scored[rows])
+
+    def truncate(self, length: int) -> None:
+        """Drop the tokens from position `length` on."""
+        if length < self.end:
+            self._count = max(self._count - (self.end - length), 0)
+            self.end = length
+
+    def _put(self, length: int, states: Features) -> None:
+        """`states` [n, size] of the tokens from `length` on; older ones that are not contiguous are dropped."""
+        if len(states) > WINDOW:
+            length, states = length + len(states) - WINDOW, states[-WINDOW:]
+        self.truncate(length)
+        if not len(self._rows):
+            self._rows = np.zeros((2 * WINDOW, states.shape[1]), np.float32)
+        if self.end != length:
+            self._count = 0
+        if self._count + len(states) > len(self._rows):
+            self._rows[:WINDOW] = self._rows[self._count - WINDOW : self._count].copy()
+            self._count = WINDOW
+        self._rows[self._count : self._count + len(states)] = states
+        self._count += len(states)
+        self.end = length + len(states)
+
 
 BYTES_PER_FEATURE = 4 * 4  # two windows of features, and the copies of the library and of a pass
 States = NDArray[np.float32]
@@ -38,13 +120,14 @@ class HeadFacts:
     keeps_oldest: bool = False  # its oldest entries can only be dropped with all others
 
 
-class DraftHead(Closing, ABC):
+class DraftHead(Closing):
     """One head with a cache of entries `start`..`end`, one generation at a time. Not thread safe, `cancel` excepted.
 
     Each form has passes of its own: `encode`, `decode` and, where it can, `branch` of one that reads pairs, `inject`
     and `block` of one that drafts a block, `step` of one that attends to the target's cache and has none, so that it
     serves all sequences. All raise BatchError, ContextFull, Cancelled and EngineError; results are views that the next
-    call overwrites. Logits of tokens that cannot be proposed are -inf, or missing at the end of a row.
+    call overwrites. Logits of tokens that cannot be proposed are -inf, or missing at the end of a row. One without a
+    cache, whose passes take less than a millisecond, has nothing to drop or to cancel.
     """
 
     facts: HeadFacts
@@ -123,26 +206,21 @@ class DraftHead(Closing, ABC):
     def _lacks(self, what: str) -> CapabilityError:
         return CapabilityError(f"a head of the kind {type(self).__name__} has no pass {what!r}: use its own drafter")
 
-    @abstractmethod
     def rollback(self, to_end: int) -> None:
         """Drop the entries from `to_end` on. Raises BatchError outside start..end."""
 
-    @abstractmethod
     def drop_before(self, start: int) -> None:
         """Drop the oldest entries, those before `start`. Raises BatchError outside start..end."""
 
-    @abstractmethod
     def restart(self, position: int) -> None:
         """Drop everything; the next entry is at `position`."""
 
     def set_threads(self, threads: int) -> None:
         """Use `threads` threads, at least 1, from the next pass on, where that can be changed."""
 
-    @abstractmethod
     def cancel(self) -> None:
         """End the running pass, or the next one, with Cancelled. May be called from any thread."""
 
-    @abstractmethod
     def clear_cancel(self) -> None:
         """Drop a `cancel` that has not ended a pass yet."""
 
@@ -153,6 +231,5 @@ class DraftHead(Closing, ABC):
         """
         return None
 
-    @abstractmethod
     def close(self) -> None:
         """Free everything; closing twice is allowed."""

@@ -37,7 +37,7 @@ class ModelUse:
     is_draft: bool = False  # its weights may be coarser: a draft's exact values do not matter
     has_mtp: bool = False  # with the multi-token prediction layers
     # of ONNX Runtime
-    provider: str = "auto"  # auto, cpu, cuda, dml, webgpu
+    provider: str = "auto"  # auto, cpu, cuda
     exit_layer: int | None = None  # its first layers, so many, draft beside it, in a plan only
     hidden_states: bool = False  # allow `give_hidden_states`
 
@@ -54,7 +54,7 @@ class Footprint:
     `loading`, `loading_mapped`: what is needed only while the model is opened, of either kind; `reading`: only while
     its tokenizer is read, after that; `reserved`: addresses beyond those used.
     `context_length`: tokens of the full context, of which there are `sequences`; `grows`: their cache takes memory as
-    texts grow, and nothing before.
+    texts grow, and nothing before; `cache_type` of keys and values, for people.
     """
 
     mapped: int = 0
@@ -72,6 +72,7 @@ class Footprint:
     context_length: int = 0
     sequences: int = 1
     grows: bool = False
+    cache_type: str = ""
 
     @property
     def own(self) -> int:

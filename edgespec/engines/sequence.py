@@ -19,9 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import Engine
-from edgespec.engines.features import PROMPT_FEATURES, PROMPT_STATES, Features, KeptFeatures
-from edgespec.engines.proof import EVERY_WIDTH_TO
+from edgespec.engines.base import EVERY_WIDTH_TO, Engine
+from edgespec.engines.head import PROMPT_FEATURES, PROMPT_STATES, Features, KeptFeatures
 from edgespec.errors import EdgespecError
 from edgespec.types import Batch, Draft, Logits, TokenIds
 
@@ -267,33 +266,27 @@ class CachedSequence:
 
         Raises StateError, EngineError.
         """
+        self._replace(lambda: self.engine.load_state(state, self.sequence), text, text.token_ids.size)
+
+    def _replace(self, load: Callable[[], None], text: CachedText, length: int) -> None:
+        """Hold the first `length` tokens of `text` once `load` has been called; nothing where that fails."""
         try:
             self._shorten(0)
             self._states.truncate(0)
-            self.engine.load_state(state, self.sequence)
-            self._take(text)
+            load()
+            self._append(text.token_ids)
+            self._whole, self._read = text.whole, text.read
+            if length < self.length:
+                self.rollback(length)
         except BaseException:
             self._shorten(0)
             self.engine.rollback(0, self.sequence)
             raise
-
-    def _take(self, text: CachedText) -> None:
-        self._append(text.token_ids)
-        self._whole, self._read = text.whole, text.read
 
     def adopt_prefix(self, other: CachedSequence, length: int) -> None:
         """Hold the first `length` tokens of another sequence of the engine. Raises as `Engine.fork`."""
         other.reconcile()
-        try:
-            self._shorten(0)
-            self._states.truncate(0)
-            self.engine.fork(other.sequence, self.sequence)
-            self._take(other.text)
-            self.rollback(length)
-        except BaseException:
-            self._shorten(0)
-            self.engine.rollback(0, self.sequence)
-            raise
+        self._replace(lambda: self.engine.fork(other.sequence, self.sequence), other.text, length)
 
     def took_part(self, first_row: int, states: Features | None = None) -> None:
         """Its rows are those from `first_row` on of the last pass; where others share it, with these `states`."""

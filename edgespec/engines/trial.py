@@ -6,6 +6,7 @@ The child opens each file, uses it as an engine would and reads all its weights.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,7 @@ from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound
 from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import head_kind_of
-from edgespec.formats.onnx.llama_config import WRITABLE
-from edgespec.installation import quoted, require_engine
+from edgespec.installation import require_engine
 from edgespec.platform import disk_cache
 from edgespec.platform.disk_cache import file_key, key_of
 from edgespec.platform.machine import has_address_limit
@@ -28,20 +28,11 @@ PROBE_VERSION = 4  # increase it when the trial finds more faults, so that files
 ALLOWED_S = 300.0  # for each model
 
 
-def check_model_files(is_trusted: Mapping[Path, bool]) -> None:
-    """Check the models of a pair before they are loaded. Raises ModelNotFound and ModelFileError.
-
-    `is_trusted`, by path: the checksums of all files are known, so that only the header is read. Other models are
-    loaded once, all in one child process; those that pass are not tried again until one of their files changes.
-    """
-    with Trial(is_trusted) as trial:
-        trial.require_sound()
-
-
 class Trial(Closing):
-    """`check_model_files` in two steps: the constructor reads the headers and starts the child.
+    """The check of models before they are loaded: reads the headers at once, and starts a child that loads the models.
 
-    Raises ModelNotFound and ModelFileError.
+    `is_trusted`, by path: the checksums of all files are known, so that only the header is read. Models that pass are
+    not tried again until one of their files changes. Raises ModelNotFound and ModelFileError.
     """
 
     def __init__(self, is_trusted: Mapping[Path, bool]) -> None:
@@ -53,14 +44,13 @@ class Trial(Closing):
 
     def require_sound(self) -> None:
         """Wait until the child has tried all models, and remember that. Raises ModelFileError."""
-        if self._child is None:
+        if (child := self._child) is None:
             return
-        for path in self._keys:
-            if (fault := fault_in(self._child, path)) is not None:
-                raise ModelFileError(fault)
-        self.close()
-        for key in self._keys.values():
-            disk_cache.put("probed", key, True)
+        with self:
+            for path, key in self._keys.items():
+                if (fault := fault_in(child, path)) is not None:
+                    raise ModelFileError(fault)
+                disk_cache.put("probed", key, True)
 
     def close(self) -> None:
         """End the child, whatever it is doing. Closing twice is allowed."""
@@ -100,20 +90,15 @@ def _check_header(path: Path) -> None:
     if is_graph(path):
         require_engine("onnx", path.name)
         return
-    is_writable = check_gguf(path).architecture in WRITABLE
-    convert = f"or convert it: edgespec export {quoted(str(path))} --to onnx" if is_writable else ""
-    require_engine("llamacpp", path.name, convert)
+    check_gguf(path)
+    require_engine("llamacpp", path.name)
 
 
 def _trial_key(path: Path) -> str:
-    return key_of(PROBE_VERSION, _library_versions(path), tuple(map(file_key, _files(path))))
-
-
-def _library_versions(path: Path) -> str:
-    try:
-        return " ".join(map(version, ("onnxruntime", "tokenizers") if is_graph(path) else ("llama-cpp-python",)))
-    except PackageNotFoundError:
-        return ""
+    versions = ""
+    with suppress(PackageNotFoundError):
+        versions = " ".join(map(version, ("onnxruntime", "tokenizers") if is_graph(path) else ("llama-cpp-python",)))
+    return key_of(PROBE_VERSION, versions, tuple(map(file_key, _files(path))))
 
 
 def _files(path: Path) -> Sequence[Path]:
@@ -145,10 +130,10 @@ def _fault_of(path: Path) -> str | None:
 
 
 def _try_gguf(path: Path) -> str | None:
+    from edgespec.engines.booked import fault_of
     from edgespec.engines.llamacpp.embeddings import EncoderEngine
     from edgespec.engines.llamacpp.engine import LlamaCppEngine
     from edgespec.engines.llamacpp.heads import try_head
-    from edgespec.engines.rows import fault_of
     from edgespec.types import Batch
 
     if head_kind_of(path) is not None:

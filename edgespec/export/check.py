@@ -111,17 +111,11 @@ class Reference:
 
     token_ids: NDArray[np.int32]
     logits: NDArray[np.float32]
-    begins_with: int | None
     version: str
 
 
 def compare(reference: Reference, engine: Engine) -> Comparison:
-    """Compare an open engine with the reference. Raises ExportRefused if their begin-of-text tokens differ."""
-    if (begins_with := _begin_of(engine)) != reference.begins_with:
-        raise ExportRefused(
-            f"{engine.facts.name} begins texts with token {begins_with}, {reference.version} with "
-            f"{reference.begins_with}"
-        )
+    """Compare an open engine with the reference."""
     return compare_logits(reference.logits, _logits_of(engine, reference.token_ids))
 
 
@@ -165,11 +159,6 @@ def open_engine(wanted: Format, path: Path, context_length: int, threads: int | 
     return OnnxEngine.load(path, context_length=context_length, threads=threads, reproducible=False)
 
 
-def _begin_of(engine: Engine) -> int | None:
-    """The token that an engine begins texts with."""
-    return engine.vocabulary.bos_id if engine.vocabulary.adds_bos else None
-
-
 def _logits_of(engine: Engine, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
     engine.rollback(0)
     parts = (token_ids[start : start + ROWS] for start in range(0, token_ids.size, ROWS))
@@ -182,7 +171,7 @@ def _logits_of(engine: Engine, token_ids: NDArray[np.int32]) -> NDArray[np.float
 def engine_reference(engine: Engine, name: str) -> Reference:
     """What an open engine makes of the probe texts."""
     ids = _joined((engine.vocabulary.encode(text) for text in PROBE_TEXTS.values()), engine.facts.context_length)
-    return Reference(ids, _logits_of(engine, ids), _begin_of(engine), name)
+    return Reference(ids, _logits_of(engine, ids), name)
 
 
 def require_packages(formats: tuple[Format, ...], *, torch: bool) -> None:
@@ -232,22 +221,14 @@ def reference_of(folder: Path, threads: int | None = None) -> Reference:
     ids = _joined(texts, int(getattr(model.config.get_text_config(), "max_position_embeddings", CHECK_CONTEXT)))
     with torch.inference_mode():
         logits = model(torch.from_numpy(ids[None].astype(np.int64))).logits[0].float().numpy().copy()
-    begins_with = _begin_token(transformers, folder)
     del model
     gc.collect()
-    return Reference(ids, logits, begins_with, f"transformers {transformers.__version__}")
+    return Reference(ids, logits, f"transformers {transformers.__version__}")
 
 
 def _joined(texts: Iterable[list[int]], longest: int) -> NDArray[np.int32]:
     """One behind the other, because position errors grow with distance."""
     return np.array([token_id for text in texts for token_id in text][: min(longest, CHECK_CONTEXT)], np.int32)
-
-
-def _begin_token(transformers: Any, folder: Path) -> int | None:
-    """The begin-of-text token that the tokenizer adds, or None."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    plain, full = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
-    return int(full[0]) if len(full) > len(plain) and full[0] == tokenizer.bos_token_id else None
 
 
 # tokenizers of folders

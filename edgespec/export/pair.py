@@ -40,10 +40,9 @@ from edgespec.export.request import ENGINES, STRAIGHT_GGUF, ExportRequest, Forma
 from edgespec.export.room import Facts, check_room, disk_bytes, facts_of_gguf, human, memory_bytes, read_facts
 from edgespec.export.workspace import Artefact, Workspace, check_output, opened, write_manifest
 from edgespec.formats.architectures import ARCHITECTURES
-from edgespec.formats.checkpoint import unsupported
+from edgespec.formats.checkpoint import full_config, named_architecture, unsupported
 from edgespec.formats.gguf.header import GgufHeader, keeping_headers
 from edgespec.formats.head_file import read_head_file
-from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import HEADS, MANIFEST, read_pair
 from edgespec.formats.onnx.llama_config import WRITABLE
 from edgespec.installation import has_engine, install_command, require_engine
@@ -63,15 +62,6 @@ class Reporter(Protocol):
 
     def stage(self, title: str) -> AbstractContextManager[Progress]:
         """A stage of the work; the yielded function receives its progress."""
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """A finished pair: its folder, sizes in bytes by file, and the figures of the check (empty if skipped)."""
-
-    folder: Path
-    files: Mapping[str, int]
-    figures: Mapping[str, Any]
 
 
 class Weights(NamedTuple):
@@ -105,8 +95,8 @@ class SourceModel:
         return None if self.checkpoint is None else self.checkpoint.folder
 
 
-def export_pair(request: ExportRequest, reporter: Reporter) -> Exported:
-    """Export the pair folder that `request` describes.
+def export_pair(request: ExportRequest, reporter: Reporter) -> tuple[dict[str, int], dict[str, Any]]:
+    """Export the pair folder that `request` describes: sizes in bytes by file, and the figures of the check.
 
     Raises UsageError and its subclasses (source, options, output), VocabularyMismatch (draft of another family),
     CapabilityError (missing package, not enough disk or memory), ExportRefused (a file differs from its source).
@@ -117,7 +107,7 @@ def export_pair(request: ExportRequest, reporter: Reporter) -> Exported:
         models = _fetched(request, _found(request, reporter), reporter)
         files, figures = _Export(request, models, workspace, reporter).make()
         workspace.publish()
-    return Exported(request.output, files, figures)
+    return files, figures
 
 
 # before work starts
@@ -164,8 +154,7 @@ def _gguf(request: ExportRequest, role: str, given: str) -> SourceModel:
     from edgespec.export.onnx.writer import needs_blocks, open_gguf
 
     if not given.lower().endswith(".gguf"):
-        other = f"--draft {given}: the draft of a GGUF must be a .gguf file, too, or trained heads (.npz)"
-        raise ConfigError(eagle3_fix(Path(given)) or other)
+        raise ConfigError(f"--draft {given}: the draft of a GGUF must be a .gguf file, too, or trained heads (.npz)")
     path, quant = Path(given).expanduser(), request.quant_of(role, "onnx")
     model = open_gguf(path)
     if needs_blocks(model, quant):
@@ -175,7 +164,7 @@ def _gguf(request: ExportRequest, role: str, given: str) -> SourceModel:
         "context_length": model.config.max_positions,
     }
     try:  # the manifest beside the file
-        pair = read_pair(path.parent, check_hashes=False)
+        pair = read_pair(path.parent)
         if any(file.path == path for file in pair.files.values()) and pair.recommended:
             said["sampling"] = dict(pair.recommended)
     except EdgespecError:
@@ -190,12 +179,10 @@ def _checkpoint(request: ExportRequest, role: str, given: str, reporter: Reporte
         reporter.note(source.note)
     if request.output.resolve().is_relative_to(source.folder.resolve()):
         raise ConfigError(f"--output {request.output} is inside the source folder {source.folder}: choose another")
-    if (fix := eagle3_fix(source.folder)) is not None:
-        raise ConfigError(fix)
+    if "gguf" in request.formats or request.writes_graphs:
+        _check_architecture(request, source)
     found = _of_folder(source)
     check_round_trip(source.folder)
-    if "gguf" in request.formats or request.writes_graphs:
-        _check_architecture(request, found, source)
     if request.writes_graphs and request.quant_of(role, "onnx") == "q4_k_m":
         require_engine("llamacpp", "quantising to q4_k_m", "or export q8_0, which needs nothing")
     return found
@@ -211,13 +198,13 @@ def _of_folder(source: Source) -> SourceModel:
     return SourceModel(source.name, facts, token_names(source.folder), said, checkpoint=source)
 
 
-def _check_architecture(request: ExportRequest, model: SourceModel, source: Source) -> None:
+def _check_architecture(request: ExportRequest, source: Source) -> None:
     from edgespec.export.gguf.convert import check_checkpoint
 
-    kind = model.facts.architecture
+    kind = named_architecture(full_config(source.folder))
     graphs = [name for name, table in ARCHITECTURES.items() if table.name in WRITABLE]
     if request.writes_graphs and kind not in graphs:
-        raise unsupported(model.name, kind, "ONNX by edgespec's own writer", graphs)
+        raise unsupported(source.name, kind, "ONNX by edgespec's own writer", graphs)
     check_checkpoint(source.folder, has_weights=not source.missing)
 
 

@@ -14,9 +14,8 @@ from edgespec.export.check import CHECK_CONTEXT, has_transformers
 from edgespec.export.hub import Source
 from edgespec.export.request import TILED, ExportRequest, Format
 from edgespec.formats.architectures import is_tied
-from edgespec.formats.checkpoint import Checkpoint, named_architecture
+from edgespec.formats.checkpoint import Checkpoint, named_architecture, read_json
 from edgespec.formats.gguf.model import GgufModel
-from edgespec.formats.hub_folder import read_json
 from edgespec.formats.onnx.llama_config import WRITABLE
 from edgespec.platform.memory import free_memory
 

@@ -79,9 +79,6 @@ class Workspace:
             raise
         shutil.rmtree(replaced, ignore_errors=True)
 
-    def discard(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-
 
 @contextmanager
 def opened(output: Path, *, replace: bool) -> Iterator[Workspace]:
@@ -103,13 +100,13 @@ def opened(output: Path, *, replace: bool) -> Iterator[Workspace]:
         check_output(output, replace=replace)
         workspace = Workspace(output, replace=replace)
         try:
-            workspace.discard()  # what an export that was killed left
+            shutil.rmtree(workspace.folder, ignore_errors=True)  # what an export that was killed left
             with write_errors(output, fix=_FIX):
                 for folder in (workspace.pair, workspace.temporary):
                     folder.mkdir(parents=True)
             yield workspace
         finally:
-            workspace.discard()
+            shutil.rmtree(workspace.folder, ignore_errors=True)
     finally:
         lock.release()
         if sys.platform != "win32":  # where the lock deletes its file itself

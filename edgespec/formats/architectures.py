@@ -6,7 +6,6 @@ Settings that llama.cpp does not support are rejected by name before anything is
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -197,19 +196,6 @@ def window_of(checkpoint: Checkpoint) -> int | None:
     """Sliding window in tokens, or None. The default of Mistral and Gemma, 4096, is omitted in their config.json."""
     found = checkpoint.config.get("sliding_window", 4096)
     return int(found) if found else None
-
-
-def layer_number(found: Architecture, name: str) -> tuple[int, str] | None:
-    """(layer, rest) of a tensor's canonical name; None if it belongs to no layer."""
-    match = re.fullmatch(re.escape(found.layer_prefix) + r"(\d+)\.(.+)", name)
-    return (int(match[1]), match[2]) if match else None
-
-
-def canonical_name(found: Architecture, name: str) -> str:
-    """The tensor name with the optional prefix, which checkpoints saved from the bare model lack."""
-    if name.startswith((found.optional_prefix, "lm_head.")):
-        return name
-    return found.optional_prefix + name
 
 
 # rotary positions

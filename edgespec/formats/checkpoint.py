@@ -1,8 +1,9 @@
-"""Reads a Hugging Face model folder without torch: config.json, and weights one tensor at a time."""
+"""Reads a Hugging Face model folder without torch: config.json, other small files, and weights one tensor at a time."""
 
 from __future__ import annotations
 
 import fnmatch
+import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,14 +15,52 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import ModelFileError
-from edgespec.formats.hub_folder import read_json
+from edgespec.errors import ModelFileError, shown
+
+CHAT_TEMPLATE = "chat_template.jinja"
+FOLDER_FIX = "give a folder as Hugging Face models are stored"
+
+
+def read_json(path: Path, *, fix: str = FOLDER_FIX) -> dict[str, Any]:
+    """One JSON object. Raises ModelFileError, which names the `fix`, for anything else and for a missing file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelFileError(f"{path} is missing: {fix}") from error
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: JSON, UTF-8, an integer without end
+        raise ModelFileError(f"{path} cannot be read as JSON: {error}; {fix}") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path} holds {shown(value)}, an object was expected; {fix}")
+    return value
+
+
+def read_optional_json(path: Path, *, fix: str = FOLDER_FIX) -> dict[str, Any]:
+    """`read_json`, but an empty object where there is no such file."""
+    return read_json(path, fix=fix) if path.is_file() else {}
+
+
+def chat_template(folder: Path, settings: Mapping[str, Any], *, fix: str = FOLDER_FIX) -> str | None:
+    """From chat_template.jinja, else from `settings` (tokenizer_config.json); of several named ones the default.
+
+    Raises ModelFileError for a file that cannot be read.
+    """
+    path = folder / CHAT_TEMPLATE
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelFileError(f"{path} cannot be read: {error}; {fix}") from error
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
+        found = named.get("default", next(iter(named.values()), None))
+    return found if isinstance(found, str) else None
+
 
 Config = dict[str, Any]
 Weights = NDArray[np.float32]
 READABLE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors")
-PICKLED_FILES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 # Masks and frequencies in old checkpoints, which are not weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 
@@ -171,18 +210,16 @@ def weight_names(where: str, names: Sequence[str]) -> list[str]:
         if len(found) != wanted:
             raise ModelFileError(f"{where} has {len(found)} of {wanted} weight files: fetch the rest")
         return found
-    if "adapter_config.json" in names:
-        raise ModelFileError(f"{where} is an adapter, not a model: merge it into its base model first")
-    if pickled := matching(names, PICKLED_FILES):
-        raise ModelFileError(
-            f"{where} has only pickled weights ({pickled[0]}), which can run code when they are read: save the model "
-            "with safe_serialization=True, or use a revision that has model.safetensors"
-        )
     if ggufs := matching(names, ("*.gguf",)):
         raise ModelFileError(
             f"{where} already holds GGUF files ({ggufs[0]}): run one, or convert it: edgespec export FILE --to onnx"
         )
-    raise ModelFileError(f"{where} has no model.safetensors: give the folder or hub id of a transformers model")
+    there = ", ".join(sorted(names)[:5]) or "nothing"
+    raise ModelFileError(
+        f"{where} has no model.safetensors, only {there}: give the folder or hub id of a transformers model. Merge an "
+        "adapter into its base model first; save pickled weights, which can run code when they are read, with "
+        "safe_serialization=True"
+    )
 
 
 def matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:

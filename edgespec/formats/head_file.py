@@ -15,7 +15,7 @@ import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,8 +25,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError, ModelNotFound
-from edgespec.formats.hub_folder import eagle3_fix
-from edgespec.platform.files import atomic_file, is_file
+from edgespec.platform.files import is_file
 
 Matrix = NDArray[np.float32]
 MANIFEST, SCALE = "manifest", ".scale"
@@ -136,12 +135,6 @@ class Table:
     codes: NDArray[Any]
     scales: NDArray[np.float32] | None = None
 
-    @staticmethod
-    def of(rows: NDArray[np.float32]) -> Table:
-        """Rows in 8 bits."""
-        scales = np.maximum(np.abs(rows).max(axis=1), 1e-12) / np.float32(127.0)
-        return Table(np.rint(rows / scales[:, None]).astype(np.int8), scales.astype(np.float32))
-
     def rows(self, places: NDArray[Any]) -> NDArray[np.float32]:
         """Some of them [m, width] as float32."""
         found: NDArray[np.float32] = self.codes[places].astype(np.float32)
@@ -183,31 +176,6 @@ class HeadFile:
         return float(cosines.mean()) >= _LEAST_LIKENESS
 
 
-def write_head_file(path: Path, heads: HeadFile, storage: str = "int8") -> None:
-    """Write `heads` to `path`; matrices as `storage`, int8 with a scale per row or f16. Raises StateError."""
-    stored: dict[str, NDArray[Any]] = {TOKEN_IDS: heads.token_ids, PROBE_IDS: heads.probe_ids}
-    stored[PROBE_STATES] = heads.probe_states.astype(np.float16)
-    if heads.frequent is not None:
-        stored[FREQUENT] = heads.frequent
-    for name, array in {**heads.arrays, VOCABULARY: heads.vocabulary}.items():
-        if array.ndim == 2 and storage == "int8":
-            _add(stored, name, Table.of(array))
-        else:
-            stored[name] = array.astype(np.float16 if array.ndim == 2 else np.float32)
-    if heads.embedding is not None:
-        _add(stored, EMBEDDING, heads.embedding)
-    text = json.dumps({"format": FORMAT, **asdict(heads.manifest)}, sort_keys=True)
-    stored[MANIFEST] = np.frombuffer(text.encode(), np.uint8)
-    with atomic_file(path) as temporary, temporary.open("wb") as handle:
-        np.savez(handle, allow_pickle=False, **stored)
-
-
-def _add(stored: dict[str, NDArray[Any]], name: str, table: Table) -> None:
-    stored[name] = table.codes
-    if table.scales is not None:
-        stored[name + SCALE] = table.scales
-
-
 def read_head_manifest(path: Path) -> HeadManifest:
     """Without reading the matrices. Raises as `read_head_file`."""
     return _read(path, everything=False)[0]
@@ -215,8 +183,6 @@ def read_head_manifest(path: Path) -> HeadManifest:
 
 def _read(path: Path, *, everything: bool) -> tuple[HeadManifest, dict[str, NDArray[Any]]]:
     """What a file says about itself, and its arrays if `everything` is to be read."""
-    if path.suffix != ".npz" and (fix := eagle3_fix(path)) is not None:
-        raise ModelFileError(fix)
     if not is_file(path):
         raise ModelNotFound(f"no file {str(path)!r}: give the .npz that scripts/train/heads.py has written")
     try:

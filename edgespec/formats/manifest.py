@@ -2,8 +2,8 @@
 
 `[files.ROLE]` holds the GGUF of a role, `[onnx.ROLE]` its ONNX export; `parts` are the further files that one needs.
 `[heads.KIND]` holds heads on the target's states, for either engine. The files lie beside the manifest, or in the
-folder that `location` names. Every file is checked to be the one described. What this module does not know: whether a
-file loads.
+folder that `location` names. What this module does not know: whether a file is the one described beyond its size, and
+loads.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ MANIFEST_FORMAT = 1
 ROLES = ("target", "draft", "medium")
 ENGINE_TABLES = {"llamacpp": "files", "onnx": "onnx"}
 HEADS, HEAD_KINDS = "heads", ("medusa", "eagle")
-# Larger files are hashed where the result can be kept, once.
-MAX_HASHED_BYTES = 16 * 2**20
 RESTORE = "restore it, or install edgespec again"
 
 
@@ -65,14 +63,6 @@ class ModelFile:
     def all_bytes(self) -> int:
         """The size of all its files."""
         return sum(file.bytes or file.path.stat().st_size for file in self.all_files)
-
-    @property
-    def is_verified(self) -> bool:
-        """Whether reading the manifest compared the contents with a known checksum."""
-        return all(
-            file.sha256 is not None and file.bytes is not None and file.bytes <= MAX_HASHED_BYTES
-            for file in self.all_files
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +173,8 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def check_file(file: ModelFile, *, hashed: bool = True, is_large_too: bool = False, fix: str = RESTORE) -> None:
-    """Raise ModelFileError when a file is missing, with what to do then, or is not the one described.
-
-    It is hashed up to MAX_HASHED_BYTES, or whatever its size when `is_large_too`.
-    """
+def check_file(file: ModelFile, fix: str = RESTORE) -> None:
+    """Raise ModelFileError when a file is missing, with what to do then, or has another size than the one described."""
     try:
         size = file.path.stat().st_size
     except OSError as error:
@@ -196,17 +183,10 @@ def check_file(file: ModelFile, *, hashed: bool = True, is_large_too: bool = Fal
         raise ModelFileError(
             f"{file.path} has {size} bytes, the manifest says {file.bytes}: it was truncated or replaced"
         )
-    if hashed and file.sha256 is not None and (is_large_too or size <= MAX_HASHED_BYTES):
-        found = sha256_of(file.path)
-        if found != file.sha256:
-            raise ModelFileError(
-                f"{file.path} has SHA-256 {found[:12]}..., the manifest says {file.sha256[:12]}...: the file is "
-                "damaged or was replaced; restore it"
-            )
 
 
-def read_pair(folder: Path, engine: str = "auto", *, check_hashes: bool = True, has_kernels: bool = False) -> ModelPair:
-    """The pair that `folder/manifest.toml` describes, its files checked.
+def read_pair(folder: Path, engine: str = "auto", *, has_kernels: bool = False) -> ModelPair:
+    """The pair that `folder/manifest.toml` describes, whose files are there and have their sizes.
 
     `engine` chooses among the files of a role; "auto" takes GGUF where there is one and llama.cpp is installed or
     `has_kernels`; a role that the chosen engine lacks is taken from the other. Raises ModelFileError, CapabilityError
@@ -235,7 +215,7 @@ def read_pair(folder: Path, engine: str = "auto", *, check_hashes: bool = True, 
     unregister = f"restore the file, or unregister the model with: edgespec rm {folder.name}"
     for file in (*files.values(), *heads.values()):
         for part in file.all_files:
-            check_file(part, hashed=check_hashes, fix=RESTORE if values.location is None else unregister)
+            check_file(part, RESTORE if values.location is None else unregister)
     return ModelPair(
         name=values.name or folder.name,
         files=MappingProxyType(files),

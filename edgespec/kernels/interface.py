@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import CapabilityError
+from edgespec.formats.gguf.header import TENSOR_TYPES
 from edgespec.kernels.library import library_path
 
 CHUNK, LANES = 256, 16  # cells of which memory is touched at once; cells of a block
@@ -28,25 +29,12 @@ LINE = 64  # bytes that a processor reads at once
 Cells = NDArray[np.int32]
 Bytes = NDArray[np.uint8]
 
-#: GGML's name of a type -> its number.
-TYPES = {
-    "F32": 0,
-    "F16": 1,
-    "Q4_0": 2,
-    "Q4_1": 3,
-    "Q5_0": 6,
-    "Q5_1": 7,
-    "Q8_0": 8,
-    "Q2_K": 10,
-    "Q3_K": 11,
-    "Q4_K": 12,
-    "Q5_K": 13,
-    "Q6_K": 14,
-    "IQ4_NL": 20,
-    "IQ4_XS": 23,
-    "BF16": 30,
-    "MXFP4": 39,
-}
+_KINDS = (
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
+)
+TYPES = {name: number for number, (name, _, _) in TENSOR_TYPES.items() if name in _KINDS}
+"""GGML's name of a type that the kernels have -> its number."""
 
 
 @cache

@@ -88,9 +88,9 @@ class Entry:
         """The size of its files where that is known before it is pulled."""
         return sum(file.bytes for file in self.files) or None
 
-    def guessed_bytes(self, quant: str = "") -> int:
+    def guessed_bytes(self) -> int:
         """The size of its files, by its parameters where it is not known."""
-        return self.known_bytes or round(self.parameters * _BITS.get((quant or self.quant).upper(), 8.5) / 8)
+        return self.known_bytes or round(self.parameters * _BITS.get(self.quant.upper(), 8.5) / 8)
 
 
 @cache

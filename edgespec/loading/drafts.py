@@ -24,9 +24,9 @@ from edgespec.formats.gguf.heads import check_cache, head_kind_of, read_head
 from edgespec.formats.gguf.tables import EXPERT_KEYS
 from edgespec.formats.manifest import ModelFile, read_pair
 from edgespec.loading.catalogue import Entry, entries
-from edgespec.loading.engine_choice import has_fast_kernels, runs_on_kernels
 from edgespec.loading.own_models import files_of, fits
 from edgespec.loading.registry import is_known, models_folder, registered_folders, resolve
+from edgespec.loading.requirements import has_fast_kernels, runs_on_kernels
 from edgespec.platform.files import shipped_models
 from edgespec.vocabulary import Vocabulary, check_same_vocabulary
 
@@ -112,7 +112,7 @@ def check_head(target: ModelFile, head: ModelFile) -> str:
     if not target.is_gguf:
         raise CapabilityError(f"{head.path.name} is {HEAD_NAMES[kind]}, which needs a GGUF target")
     header = read_header(target.path)
-    width = header.metadata.get(f"{header.architecture}.embedding_length")
+    width = header.value("embedding_length")
     sizes = read_head(head.path)
     if sizes.form == "gemma4":
         check_cache(head.path.name, read_header(head.path), header)
@@ -293,7 +293,7 @@ def _files_here(target: ModelFile) -> dict[str, ModelFile]:
     found: dict[str, ModelFile] = {}
     for name, folder in registered_folders().items():
         with contextlib.suppress(EdgespecError):  # a damaged pair
-            pair = read_pair(folder, check_hashes=False) if own in (None, folder.parent) else None
+            pair = read_pair(folder) if own in (None, folder.parent) else None
             for role, file in pair.files.items() if pair else ():
                 if file.path.resolve() not in seen:
                     seen.add(file.path.resolve())

@@ -91,7 +91,7 @@ def _of_gguf(paths: tuple[Path, ...], versions: tuple[object, ...]) -> Mapping[s
     first, tensors = headers[0], [tensor for header in headers for tensor in header.tensors]
     with paths[0].open("rb") as file:
         digest = hashlib.sha256(file.read(first.data_start)).hexdigest()
-    pooling = first.metadata.get(f"{first.architecture}.pooling_type")
+    pooling = first.value("pooling_type")
     return {
         "architecture": first.architecture,
         "weight_bytes": sum(tensor.num_bytes for tensor in tensors),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -29,13 +30,11 @@ from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import EarlyExitDrafter, ModelDrafter
 from edgespec.drafters.spec import HEAD_FILES
 from edgespec.engines.base import Engine
-from edgespec.engines.features import WINDOW
-from edgespec.engines.head import DraftHead
+from edgespec.engines.head import WINDOW
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.trial import Trial
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, UsageError
 from edgespec.formats.gguf.check import (
-    HEAD_NAMES,
     check_gguf,
     gives_only_embeddings,
     is_gemma4_drafter,
@@ -43,10 +42,10 @@ from edgespec.formats.gguf.check import (
     require_language_model,
 )
 from edgespec.formats.gguf.header import keeping_headers, read_header
-from edgespec.formats.gguf.heads import HeadForm, head_kind_of
+from edgespec.formats.gguf.heads import HeadForm
 from edgespec.formats.head_file import HeadFile, read_head_file
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
-from edgespec.loading.download import check_hash, was_hashed
+from edgespec.loading.download import check_hash
 from edgespec.loading.drafts import draft_cache
 from edgespec.loading.requirements import Chosen, draft_use, head_paths, resolve_pair, target_use
 from edgespec.types import Batch
@@ -82,8 +81,11 @@ def _open_models(
     options: LoadOptions, pair: ModelPair, trial: Trial
 ) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
     chosen = Chosen.of(options, pair)
-    _check_contents(pair.files[role] for role in chosen.roles)
-    load_libraries(pair.files[role] for role in chosen.roles)  # while the child works
+    for file in (*(pair.files[role] for role in chosen.roles), *pair.heads.values()):
+        for part in file.all_files:  # a graph with damaged weights loads without an error
+            check_hash(part)
+    for engine in {pair.files[role].engine for role in chosen.roles}:  # while the child works
+        import_module(f"edgespec.engines.{engine}.library").library()
     heads = read_heads(options, pair)
     states = state_layers(heads.values()) if heads else None
     trial.require_sound()
@@ -112,10 +114,8 @@ def _opened(
     pair = chosen.pair
     if name == "early-exit":
         return {name: _early_exit(options, target)}
-    if name == "mtp" and chosen.has_own_mtp:
-        return {name: open_own_layers(options, target)}
     if name in HEAD_FILES:
-        return {name: open_head_file(options, pair.files["draft"], target)}
+        return {name: _open_head(options, chosen, target)}
     # An exit is a draft model already: no second one is opened beside it.
     known = next((each for each in opened.values() if isinstance(each, ModelDrafter)), None)
     small = known or _model_drafter(options, pair.files["draft"], target)
@@ -164,26 +164,6 @@ def has_chat_template(file: ModelFile) -> bool:
     return bool(header.metadata.get("tokenizer.chat_template"))
 
 
-def _check_contents(models: Iterable[ModelFile]) -> None:
-    """Hash large files that the manifest describes, once: a graph with damaged weights loads without an error."""
-    for file in (file for model in models for file in model.all_files):
-        if file.sha256 is not None and not file.is_verified and not was_hashed(file):
-            check_hash(file)
-
-
-def load_libraries(models: Iterable[ModelFile]) -> None:
-    """Import what opening them needs. Raises CapabilityError where a library is missing."""
-    engines = {model.engine for model in models}
-    if "onnx" in engines:
-        from edgespec.engines.onnx.library import library
-
-        library()
-    if "llamacpp" in engines:
-        from edgespec.engines.llamacpp.library import library
-
-        library()
-
-
 def open_target(options: LoadOptions, chosen: Chosen, states: tuple[int, ...] | None) -> Engine:
     """The target. `states`: layers whose inputs come with its hidden states; None: no hidden states are needed.
 
@@ -211,26 +191,24 @@ def open_draft(options: LoadOptions, file: ModelFile, target: Engine) -> Engine:
 
 def open_engine(options: LoadOptions, file: ModelFile, use: ModelUse) -> Engine:
     """The engine of a file. Raises as the engine's `load`, and ConfigError for `options` that ONNX Runtime ignores."""
-    found = _open(options, file, use)
-    if file.note:
-        found.facts = replace(found.facts, notes=(*found.facts.notes, file.note))
-    return found
-
-
-def _open(options: LoadOptions, file: ModelFile, use: ModelUse) -> Engine:
+    found: Engine
     if file.engine == "onnx":
         from edgespec.engines.onnx import OnnxEngine
 
         _check_for_onnx(options, use)
-        return OnnxEngine.load(file.path, use)
-    if gives_only_embeddings(check_gguf(file.path)):
+        found = OnnxEngine.load(file.path, use)
+    elif gives_only_embeddings(check_gguf(file.path)):
         from edgespec.engines.llamacpp.embeddings import EncoderEngine
 
-        return EncoderEngine.load(file.path, use)
-    from edgespec.engines.llamacpp.engine import LlamaCppEngine
-    from edgespec.engines.remote import RemoteEngine
+        found = EncoderEngine.load(file.path, use)
+    else:
+        from edgespec.engines.llamacpp.engine import LlamaCppEngine
+        from edgespec.engines.llamacpp.remote import RemoteEngine
 
-    return (RemoteEngine if use.endpoints else LlamaCppEngine).load(file.path, use)
+        found = (RemoteEngine if use.endpoints else LlamaCppEngine).load(file.path, use)
+    if file.note:
+        found.facts = replace(found.facts, notes=(*found.facts.notes, file.note))
+    return found
 
 
 def _check_for_onnx(options: LoadOptions, use: ModelUse) -> None:
@@ -306,40 +284,27 @@ def _probed(heads: HeadFile, target: Engine) -> NDArray[np.float32]:
         target.give_hidden_states(False)
 
 
-def open_own_layers(options: LoadOptions, target: Engine) -> MtpDrafter:
-    """A drafter with the multi-token prediction layer of `target`, which was loaded with it. Raises CapabilityError."""
+def _open_head(options: LoadOptions, chosen: Chosen, target: Engine) -> Drafter:
+    """A drafter with the head in the pair's draft file, or with the multi-token prediction layer of the target's own.
+
+    Raises CapabilityError for a target that it cannot read.
+    """
+    path, length = None if chosen.has_own_mtp else chosen.pair.files["draft"].path, options.draft_context_length
+    form: HeadForm = "gemma4" if path is not None and is_gemma4_drafter(read_header(path)) else "mtp"
     if target.facts.name == "onnx":
-        return MtpDrafter(_on_kernels(options, target), WINDOW)
+        from edgespec.engines.onnx.kernel_engine import KernelEngine
+        from edgespec.engines.onnx.kernel_head import load_drafter
+
+        assert isinstance(target, KernelEngine)  # the table of drafters leaves GGUFs on kernels only
+        return _DRAFTERS[form](load_drafter(target, path, length), WINDOW)
     from edgespec.engines.llamacpp.engine import LlamaCppEngine
 
-    assert isinstance(target, LlamaCppEngine)
-    return MtpDrafter(target.load_mtp(context_length=options.draft_context_length), WINDOW)
-
-
-def _on_kernels(options: LoadOptions, target: Engine, path: Path | None = None) -> DraftHead:
-    """The target's own layer, or the head in `path`."""
-    from edgespec.engines.onnx.kernel_engine import KernelEngine
-    from edgespec.engines.onnx.kernel_head import load_drafter
-
-    assert isinstance(target, KernelEngine)  # the table of drafters leaves GGUFs on kernels only
-    return load_drafter(target, path, options.draft_context_length)
-
-
-def open_head_file(options: LoadOptions, file: ModelFile, target: Engine) -> Drafter:
-    """A drafter with a head in GGUF. Raises CapabilityError for a target that it cannot read."""
-    from edgespec.engines.llamacpp.engine import LlamaCppEngine
-
-    kind = head_kind_of(file.path)
-    assert kind is not None  # the pair's requirements have asked
-    if target.facts.name == "onnx":
-        form: HeadForm = "gemma4" if is_gemma4_drafter(read_header(file.path)) else "mtp"
-        return _DRAFTERS[form](_on_kernels(options, target, file.path), WINDOW)
-    if not isinstance(target, LlamaCppEngine):  # the table of drafters leaves this one only
+    if not isinstance(target, LlamaCppEngine):
         raise CapabilityError(
-            f"{file.path.name} is {HEAD_NAMES[kind]}, which reads the target's states in this process: with --rpc use "
-            "another drafter, such as --drafter ngram"
+            "a draft head in GGUF reads the target's states in this process: with --rpc use another drafter, such as "
+            "--drafter ngram"
         )
-    head = target.load_head(
-        file.path, context_length=options.draft_context_length, gpu_layers=options.draft_model_gpu_layers
-    )
+    if path is None:
+        return MtpDrafter(target.load_mtp(context_length=length), WINDOW)
+    head = target.load_head(path, context_length=length, gpu_layers=options.draft_model_gpu_layers)
     return _DRAFTERS[head.form](head, WINDOW)

@@ -16,7 +16,7 @@ from typing import Any
 
 import tomli_w
 
-from edgespec.engines.trial import check_model_files
+from edgespec.engines.trial import Trial
 from edgespec.errors import Busy, ConfigError, EdgespecError, ModelFileError, ModelNotFound, shown, shown_path
 from edgespec.formats.manifest import (
     ENGINE_TABLES,
@@ -176,7 +176,7 @@ def _name_for(where: Path) -> str:
 def _described(path: Path) -> ModelFile:
     """A model file that can be used, with its checksums and those of the files that belong to it."""
     file = files_of(path)
-    check_model_files({path: False})
+    Trial({path: False}).require_sound()
     made = [ModelFile(each.path, each.path.stat().st_size, known_sha256(each.path)) for each in file.all_files]
     return ModelFile(made[0].path, made[0].bytes, made[0].sha256, tuple(made[1:]))
 
@@ -231,7 +231,7 @@ def list_here() -> Iterator[Listed]:
     found = registered_folders()
     for name in sorted(found):
         try:
-            pair = resolve(name, check_hashes=False)
+            pair = resolve(name)
         except EdgespecError as exc:
             yield Listed(name, "damaged", 0, False, None, "", str(exc))
             continue

@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from edgespec.engines.trial import check_model_files
+from edgespec.engines.trial import Trial
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelNotFound
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.installation import has_engine, quoted
 from edgespec.loading import download
 from edgespec.loading.catalogue import Reference, parse
 from edgespec.loading.download import PART, OnBytes
-from edgespec.loading.engine_choice import runs_on_kernels
 from edgespec.loading.hub import HubFile, HubRepo, address, choose, describe
 from edgespec.loading.own_models import UNFINISHED, fits, one_writer, write_manifest
 from edgespec.loading.registry import registered_folders
+from edgespec.loading.requirements import runs_on_kernels
 from edgespec.platform.files import exists, expanded, is_file
 
 OnNote = Callable[[str], None]
@@ -132,7 +132,7 @@ def _fetch_all(parts: list[Part], reference: Reference, folder: Path, on_bytes: 
         try:
             if has_engine(model.engine):
                 is_too_large = fits(sum(file.bytes for file in part.files)) is False  # its header alone is checked then
-                check_model_files({model.path: is_too_large})
+                Trial({model.path: is_too_large}).require_sound()
             elif not runs_on_kernels(model.path):
                 on_note(f"{model.path.name} needs an engine that is not installed here: see edgespec doctor")
         except (ModelFileError, CapabilityError) as exc:

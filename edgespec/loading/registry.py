@@ -20,7 +20,6 @@ from types import MappingProxyType
 
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, shown, shown_path
 from edgespec.formats.gguf.check import SPLIT_NAME, split_names
-from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.installation import quoted
 from edgespec.kernels.library import library_path
@@ -135,8 +134,6 @@ def model_in(path: Path) -> Path:
         raise ModelFileError(
             f"folder {shown_path(path)} holds several models, give one of the files: {', '.join(names)}"
         )
-    if (fix := eagle3_fix(path)) is not None:
-        raise ModelFileError(fix)
     if is_file(path / "config.json"):
         raise ModelFileError(
             f"{shown_path(path)} is a Hugging Face model, convert it first: edgespec export {quoted(str(path))}"
@@ -166,13 +163,13 @@ def _found(text: str, role: str = "model") -> Path:
     raise _not_found(text, role)
 
 
-def _pair_called(text: str, engine: str, role: str = "model", *, check_hashes: bool = True) -> ModelPair:
+def _pair_called(text: str, engine: str, role: str = "model") -> ModelPair:
     """The pair of a registered name, of another program's, or at a path. Raises as `resolve`."""
     known = folder_of(text)
     elsewhere = None if known or exists(expanded(text)) else path_elsewhere(text)
     path = known or elsewhere or _found(text, role)
     if is_folder(path):
-        pair = read_pair(path, engine, check_hashes=check_hashes, has_kernels=library_path() is not None)
+        pair = read_pair(path, engine, has_kernels=library_path() is not None)
         # The name that it goes by here; what was added or converted may describe itself by another.
         return replace(pair, name=path.name) if known else pair
     # With the others of a model that is split, where all are there: loading says which one is not.
@@ -195,22 +192,15 @@ def _begins_as_gguf(path: Path) -> bool:
 
 
 def resolve(
-    name_or_path: str,
-    draft: Path | None = None,
-    engine: str = "auto",
-    medium: Path | None = None,
-    *,
-    check_hashes: bool = True,
+    name_or_path: str, draft: Path | None = None, engine: str = "auto", medium: Path | None = None
 ) -> ModelPair:
     """The pair of a registered name or a path; `draft` and `medium` replace the pair's own.
 
-    `engine` "auto", or the one whose files are wanted. `check_hashes`: compare files with their checksums, too.
-
-    Raises ModelNotFound for an unknown name (with the nearest known one) and for a path that does not exist,
-    ModelFileError for a bad manifest, and for a file that is missing or not the one its manifest describes,
-    CapabilityError for an engine that this model has no files for.
+    `engine` "auto", or the one whose files are wanted. Raises ModelNotFound for an unknown name (with the nearest known
+    one) and for a path that does not exist, ModelFileError for a bad manifest, and for a file that is missing or has
+    another size, CapabilityError for an engine that this model has no files for.
     """
-    pair = _pair_called(name_or_path, engine, check_hashes=check_hashes)
+    pair = _pair_called(name_or_path, engine)
     given = {role: path for role, path in (("draft", draft), ("medium", medium)) if path is not None}
     own = {role: _pair_called(path.as_posix(), engine, role).files["target"] for role, path in given.items()}
     return replace(pair, files=MappingProxyType({**pair.files, **own})) if own else pair

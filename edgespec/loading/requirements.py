@@ -1,6 +1,8 @@
-"""What of a pair is opened under given options: which drafters, heads, contexts and caches; from headers alone.
+"""What of a pair is opened under given options: drafters, heads, contexts and caches, and the engine of each file.
 
-Memory is planned with it before anything is loaded, so it opens no model.
+Memory is planned with it before anything is loaded, so it opens no model and reads headers alone. On the processor our
+kernels give rows of a pass that cost little and have the same bits beside any others. What they lack stays with
+llama.cpp: GPUs, other architectures, heads in GGUF, caches of other types.
 """
 
 from __future__ import annotations
@@ -14,33 +16,37 @@ from typing import Self
 from edgespec.config.options import LoadOptions
 from edgespec.config.values import MAX_DRAFT_LENGTH, DrafterName
 from edgespec.drafters.spec import DRAFT, EXIT, FALLBACK, HEAD_FILES, MTP_LAYERS, SPECS, Need
+from edgespec.engines.llamacpp.library import has_gpu
 from edgespec.engines.model_use import MAX_BRANCHES, ModelUse
 from edgespec.errors import CapabilityError, EdgespecError
-from edgespec.formats.gguf.check import has_mtp
+from edgespec.formats.gguf.check import gives_only_embeddings, has_mtp
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
-from edgespec.installation import has_engine
-from edgespec.kernels.library import library_path
-from edgespec.loading.engine_choice import why_unreadable, with_engines
+from edgespec.installation import IMPORT_FAILURES, has_engine, not_importable
+from edgespec.kernels.library import library_path, why_missing
+from edgespec.loading.download import known_sha256
 from edgespec.loading.hub import head_beside
 from edgespec.loading.registry import resolve
-from edgespec.platform.files import expanded, is_file
+from edgespec.platform.files import expanded, is_file, shipped_models
 
 logger = logging.getLogger("edgespec")
+KERNEL_CACHE_TYPES = (None, "f16", "q8_0")
+SHIPPED = "eagle.npz"
+# Types of ONNX models for which the shipped heads' drafts were measured to gain.
+GAINING = frozenset({"int8", "int4"})
+_MOST_DRAFT_CONTEXT = 4096
 
 
-def resolve_pair(options: LoadOptions, *, check_hashes: bool = True) -> ModelPair:
-    """The pair that `options` name, with the engines that run it. Raises as `resolve` and `with_engines`."""
-    found = resolve(options.model, options.draft, options.engine, options.medium, check_hashes=check_hashes)
-    return _with_head_beside(options, found, with_engines(options, found))
+def resolve_pair(options: LoadOptions) -> ModelPair:
+    """The pair that `options` name, with the engines that run it, and the head that lies beside its GGUF.
 
-
-def _with_head_beside(options: LoadOptions, found: ModelPair, pair: ModelPair) -> ModelPair:
-    """`pair`, which `with_engines` made of `found`, with the head that lies beside its GGUF and is named for it.
-
-    Without one that does not fit, and in `auto` without one that would move the target from the kernels to llama.cpp.
+    That head has the target's name. One that does not fit is left out, and in `auto` one that would move the target
+    from the kernels to llama.cpp. Raises as `resolve`, and CapabilityError where `options` ask for ONNX Runtime and the
+    kernels cannot run the target.
     """
+    found = resolve(options.model, options.draft, options.engine, options.medium)
+    pair = _with_engines(options, found)
     target = pair.files["target"]
     wants_head = options.drafter == "auto" or options.drafter in HEAD_FILES
     if not (wants_head and target.is_gguf) or pair.draft or pair.heads or options.heads or options.rpc:
@@ -53,11 +59,135 @@ def _with_head_beside(options: LoadOptions, found: ModelPair, pair: ModelPair) -
     head = ModelFile(target.path.with_name(name))
     try:
         check_head(target, head)
-        both = with_engines(options, replace(found, files=MappingProxyType({**found.files, "draft": head})))
+        both = _with_engines(options, replace(found, files=MappingProxyType({**found.files, "draft": head})))
     except EdgespecError as exc:
         logger.info("%s is left out: %s", name, exc)
         return pair
     return pair if options.drafter == "auto" and both.files["target"].engine != target.engine else both
+
+
+# The engine of each file
+
+
+def _with_engines(options: LoadOptions, pair: ModelPair) -> ModelPair:
+    """`pair` with an engine for each of its GGUF files, and the heads that are shipped for its very target."""
+    if options.engine == "llamacpp":
+        return pair
+    files = dict(pair.files)
+    for role, file in pair.files.items():
+        if file.is_gguf and (why := _why_llamacpp(options, pair, role)):
+            if role == "target" and options.engine == "onnx":
+                raise CapabilityError(f"--engine onnx cannot run {file.path.name}: {why}. Use --engine auto")
+            if not gives_only_embeddings(read_header(file.path)):  # of which nobody expects else
+                files[role] = replace(file, note=f"llama.cpp runs {file.path.name}: {why}")
+        elif file.is_gguf:
+            files[role] = replace(file, runs_on="onnx")
+    target, heads = files["target"], pair.heads
+    is_free = not (heads or pair.draft or options.heads) and options.drafter in ("auto", "eagle")
+    if is_free and target.runs_on == "onnx" and (path := shipped_heads(target.path, target.sha256)) is not None:
+        heads = MappingProxyType({"eagle": ModelFile(path)})
+    engines = tuple(dict.fromkeys((*pair.engines, target.engine)))
+    return replace(pair, files=MappingProxyType(files), engines=engines, heads=heads)
+
+
+def _why_llamacpp(options: LoadOptions, pair: ModelPair, role: str) -> str:
+    """Why the kernels do not run the GGUF of a role; empty where they do. Raises ModelFileError for a damaged one."""
+    path = pair.files[role].path
+    if head_kind_of(path) and role == "target":
+        return "it only drafts for another model"
+    if head_kind_of(path):
+        return _why_llamacpp(options, pair, "target")  # whose states it reads
+    found = _asked_of_llamacpp(options, role)
+    if found or role != "target" or options.drafter == "none":
+        return found or why_unreadable(path)
+    # A head in GGUF that the kernels lack reads llama.cpp's states.
+    if pair.draft is not None and head_kind_of(pair.draft):
+        found = f"{pair.draft.name} reads its states there" if why_unreadable(pair.draft) else ""
+    elif options.drafter == "mtp" and has_mtp(read_header(path)):
+        found = why_unreadable(path, nextn=True)
+    return found or why_unreadable(path)
+
+
+def _asked_of_llamacpp(options: LoadOptions, role: str) -> str:
+    """The option that ONNX Runtime does not have, if one was given."""
+    is_target = role == "target"
+    layers = options.gpu_layers if is_target or options.draft_gpu_layers is None else options.draft_gpu_layers
+    device = options.target_devices if is_target else options.draft_devices
+    kinds = (options.cache_type_k, options.cache_type_v) if is_target else (None, None)
+    is_automatic = layers == "auto" or (layers is None and not options.reproducible and device is None)
+    if has_gpu() if is_automatic else layers or device:
+        return "its layers go to the GPU"
+    if is_target and options.override_tensor:
+        return "--override-tensor places its tensors"
+    if is_target and options.rpc:
+        return "it is on RPC servers"
+    if options.provider not in ("auto", "cpu"):
+        return f"the kernels are for the processor, not for {options.provider}"
+    if is_target and options.pooling:
+        return "ONNX Runtime gives no embeddings"
+    if other := next((kind for kind in kinds if kind not in KERNEL_CACHE_TYPES), None):
+        return f"the kernels have no cache of the type {other}"
+    return "the kernels keep keys and values in one type" if kinds[0] != kinds[1] else ""
+
+
+def has_fast_kernels() -> bool:
+    """Whether the kernels are built, and made for this processor's instructions."""
+    from edgespec.kernels import interface
+
+    return library_path() is not None and interface.path() != "portable"
+
+
+def runs_on_kernels(path: Path) -> bool:
+    """Whether the kernels run a model where nothing else is asked for."""
+    return path.suffix != ".onnx" and not why_unreadable(path)
+
+
+def why_unreadable(path: Path, *, nextn: bool = False) -> str:
+    """Why the kernels do not run a GGUF, or the layer in it that predicts a further token; empty where they do."""
+    if library_path() is None:
+        return why_missing()
+    if not has_engine("onnx"):
+        return "ONNX Runtime, which the kernels are part of, is not installed"
+    try:
+        from edgespec.engines.onnx.source import readable_model
+    except IMPORT_FAILURES as exc:
+        failure = not_importable("the kernels", exc, "onnx")
+        if not has_engine("llamacpp"):
+            raise failure from exc
+        return str(failure)
+    if not has_fast_kernels() and has_engine("llamacpp"):
+        return "this processor has none of the instructions that the kernels are made for"
+    try:
+        readable_model(path, nextn=nextn)
+    except CapabilityError as exc:
+        return str(exc)
+    except EdgespecError:
+        return ""  # a damaged file: opening it says what is wrong
+    return ""
+
+
+def shipped_heads(source: Path, sha256: str | None = None) -> Path | None:
+    """The heads in `models/NAME` for the GGUF `source`, whose checksum is computed once where it is not given.
+
+    None for other files. Heads that cannot be read are logged and left out.
+    """
+    from edgespec.formats.head_file import read_head_manifest  # imports numpy
+
+    if source.suffix == ".onnx" or not is_file(source):
+        return None
+    for path in sorted(shipped_models().glob(f"*/{SHIPPED}")):
+        try:
+            manifest, header = read_head_manifest(path), read_header(source)
+            sizes = header.value("embedding_length"), len(header.tokens)
+            is_like = sizes == (manifest.hidden_size, manifest.vocabulary_size)
+            if is_like and (sha256 or known_sha256(source)) == manifest.target_sha256:
+                return path
+        except (EdgespecError, OSError) as exc:
+            logger.warning("the heads are left out: %s", exc)
+    return None
+
+
+# What is opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +273,6 @@ def _own_drafter(pair: ModelPair) -> DrafterName | None:
     return (head_kind_of(file.path) if file.is_gguf else None) or "model"
 
 
-def verifies_drafts(options: LoadOptions, pair: ModelPair) -> bool:
-    """Whether drafts will be verified that are not only of lookups which nobody asked for."""
-    if options.drafter == "none" or options.rpc:
-        return False
-    has_more = pair.draft is not None or pair.heads or options.heads or _takes_mtp(options, pair)
-    return bool(has_more or options.drafter != "auto")
-
-
 def _takes_mtp(options: LoadOptions, pair: ModelPair) -> bool:
     """Whether the layer of the target's own file drafts."""
     target = pair.files["target"]
@@ -180,13 +302,11 @@ def head_paths(options: LoadOptions, pair: ModelPair) -> list[Path]:
     return [path for kind, path in own.items() if options.drafter in (kind, asked)]
 
 
-_MOST_DRAFT_CONTEXT = 4096
-
-
 def target_use(options: LoadOptions, chosen: Chosen) -> ModelUse:
     """Of the target, without the hidden states that heads of another file want."""
-    layers, endpoints = options.target_gpu_layers, options.rpc_servers
-    is_elsewhere = chosen.pair.files["target"].engine == "llamacpp" and bool(layers or endpoints)
+    pair, layers, endpoints = chosen.pair, options.target_gpu_layers, options.rpc_servers
+    is_elsewhere = pair.files["target"].engine == "llamacpp" and bool(layers or endpoints)
+    is_asked = options.drafter not in ("auto", "none")  # lookups alone are drafted where nobody asks for anything
     return replace(
         _use(options, is_elsewhere=is_elsewhere),
         context_length=options.context_tokens,
@@ -197,7 +317,7 @@ def target_use(options: LoadOptions, chosen: Chosen) -> ModelUse:
         overrides=options.target_overrides,
         endpoints=endpoints,
         reproducible=options.reproducible if options.verify == "coupled" else False,
-        speculates=verifies_drafts(options, chosen.pair),
+        speculates=not endpoints and bool(chosen.wanted or head_paths(options, pair) or is_asked),
         has_mtp=chosen.has_own_mtp,
         exit_layer=chosen.exit_layer,
     )

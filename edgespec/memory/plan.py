@@ -23,7 +23,7 @@ from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.loading.requirements import Chosen, draft_use, head_paths, target_use
 from edgespec.platform.files import expanded
-from edgespec.platform.machine import default_threads, is_apple_silicon
+from edgespec.platform.machine import default_threads
 from edgespec.platform.memory import Limit, free_memory, limits, own_bytes
 
 MIB = 1 << 20
@@ -51,11 +51,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelNeed:
-    """One model of a pair: its role, file name, types of cached keys and values, and memory."""
+    """One model of a pair: its role, file name and memory."""
 
     role: str
     file: str
-    cache: str
     footprint: Footprint
 
     def parts(self) -> list[Part]:
@@ -65,7 +64,7 @@ class ModelNeed:
             Part(f"{role}: weights in their file", 0, need.mapped - need.read_once),
             Part(f"{role}: weights read once from their file", 0, need.read_once),
             Part(f"{role}: weights copied for the processor", need.packed),
-            Part(f"{role}: KV cache, {need.context_length} tokens{texts}, {self.cache}", need.cache),
+            Part(f"{role}: KV cache, {need.context_length} tokens{texts}, {need.cache_type}", need.cache),
             Part(f"{role}: results of a pass", need.compute),
             Part(f"{role}: logits", need.logits),
             Part(f"{role}: vocabulary", need.vocabulary),
@@ -197,7 +196,7 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
 def _shares_device(options: LoadOptions, engines: set[str]) -> bool:
     """Whether layers go to a GPU that has no memory of its own."""
     if "llamacpp" not in engines:
-        return _device(options) is not None and is_apple_silicon()
+        return False
     placed = [(options.target_gpu_layers, options.target_devices)]
     placed += [(options.draft_model_gpu_layers, options.draft_devices)]
     names = [devices for layers, devices in placed if layers and devices != ()]
@@ -226,14 +225,13 @@ def _target_use(options: LoadOptions, chosen: Chosen) -> ModelUse:
 
 def _need(file: ModelFile, role: str, use: ModelUse) -> ModelNeed:
     if file.engine == "onnx":
-        from edgespec.engines.onnx import footprint as onnx
+        from edgespec.engines.onnx.footprint import footprint
 
-        return ModelNeed(role, file.path.name, onnx.cache_type(file.path, use), onnx.footprint(file.path, use))
+        return ModelNeed(role, file.path.name, footprint(file.path, use))
     from edgespec.engines.llamacpp import footprint as llamacpp
 
-    kinds = [kind or "f16" for kind in (use.cache_type_k, use.cache_type_v)]
     need = llamacpp.head_footprint if role != "target" and head_kind_of(file.path) else llamacpp.footprint
-    return ModelNeed(role, file.path.name, "/".join(dict.fromkeys(kinds)), need(file.path, use))
+    return ModelNeed(role, file.path.name, need(file.path, use))
 
 
 def _table_bytes(options: LoadOptions, context_length: int) -> int:
@@ -255,8 +253,10 @@ def heads_bytes(paths: Sequence[Path], context_length: int, texts: int) -> tuple
 
 
 def _bytes_of(path: Path, context_length: int, texts: int) -> tuple[int, int]:
-    from edgespec.engines.features import WINDOW  # imports numpy
-    from edgespec.engines.head import BYTES_PER_FEATURE
+    from edgespec.engines.head import (
+        BYTES_PER_FEATURE,
+        WINDOW,  # imports numpy
+    )
     from edgespec.formats.head_file import read_head_manifest
 
     stored = 0

@@ -31,19 +31,8 @@ _NO_RIGHT = (errno.EROFS, errno.EACCES, errno.EPERM)  # where space is of no use
 FolderKind = Literal["config", "data", "state", "cache"]
 
 
-def is_file(path: AnyPath) -> bool:
-    """Whether a regular file is there, links followed, that can be asked for."""
-    return os.path.isfile(path)
-
-
-def is_folder(path: AnyPath) -> bool:
-    """Whether a folder is there, links followed."""
-    return os.path.isdir(path)
-
-
-def exists(path: AnyPath) -> bool:
-    """Whether anything is there, links followed."""
-    return os.path.exists(path)
+# Whether a regular file, a folder, or anything is there, links followed.
+is_file, is_folder, exists = os.path.isfile, os.path.isdir, os.path.exists
 
 
 def expanded(path: AnyPath) -> Path:

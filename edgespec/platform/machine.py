@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from edgespec.errors import CapabilityError
 from edgespec.platform.memory import allowed_processors, sizes
@@ -62,10 +62,15 @@ def _cpuinfo() -> dict[str, list[str]]:
 
 
 def _apple_name() -> str:
-    value, size = ctypes.create_string_buffer(256), ctypes.c_size_t(256)
-    name = b"machdep.cpu.brand_string"
-    failed = ctypes.CDLL(None).sysctlbyname(name, value, ctypes.byref(size), None, ctypes.c_size_t(0))
-    return "" if failed else value.value.decode(errors="replace").strip()
+    value = ctypes.create_string_buffer(256)
+    return value.value.decode(errors="replace").strip() if _sysctl(b"machdep.cpu.brand_string", value) else ""
+
+
+def _sysctl(name: bytes, value: Any) -> bool:
+    """Read what macOS tells under a name into `value`, a buffer or a number; whether it does."""
+    size = ctypes.c_size_t(ctypes.sizeof(value))
+    read = ctypes.CDLL(None).sysctlbyname
+    return bool(read(name, ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0)) == 0)
 
 
 def usable_processors() -> int:
@@ -175,11 +180,8 @@ def _capacity(cpu: int) -> int:
 
 def apple_fast() -> int | None:
     """Number of performance cores; None where there is one kind only."""
-    value, size = ctypes.c_int32(0), ctypes.c_size_t(4)
-    failed = ctypes.CDLL(None).sysctlbyname(
-        b"hw.perflevel0.physicalcpu", ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0)
-    )
-    return None if failed or value.value < 1 else value.value
+    value = ctypes.c_int32(0)
+    return value.value if _sysctl(b"hw.perflevel0.physicalcpu", value) and value.value > 0 else None
 
 
 def windows_fast() -> int | None:

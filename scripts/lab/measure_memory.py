@@ -159,7 +159,7 @@ def cases(pairs: dict[str, str], number: int, seed: int, most_context: int) -> I
     engines = [(path, engine) for path in pairs for engine in _engines(path)]
     seen: set[str] = set()
     for path, engine in itertools.islice(itertools.cycle(engines), 50 * number):
-        pair = resolve(path, engine=engine, check_hashes=False)
+        pair = resolve(path, engine=engine)
         drafters = ("none", "ngram", "lookahead") if pair.draft is None else ("none", "ngram", "model", "tree")
         keys, values = draw.choice(CACHES[engine])
         contexts = [size for size in CONTEXTS if size <= min(pair.context_length or size, most_context)]
@@ -177,7 +177,7 @@ def cases(pairs: dict[str, str], number: int, seed: int, most_context: int) -> I
 
 
 def _engines(path: str) -> tuple[str, ...]:
-    return resolve_pair(LoadOptions(model=path), check_hashes=False).engines
+    return resolve_pair(LoadOptions(model=path)).engines
 
 
 def measured(case: Case, home: str) -> dict[str, float] | str:

@@ -38,9 +38,10 @@ from edgespec.formats.architectures import (
 )
 from edgespec.formats.checkpoint import Checkpoint, Config, Weights
 from edgespec.formats.gguf.heads import DRAFTED, EAGLE3_LAYERS
-from edgespec.formats.head_file import HeadFile, HeadManifest, Matrix, Table, read_head_file, write_head_file
+from edgespec.formats.head_file import HeadFile, HeadManifest, Matrix, Table, read_head_file
 from edgespec.types import Batch
 from trainlib.eagle_definition import layer, normed
+from trainlib.head_files import in_bytes, write_head_file
 
 PREFIXES = ("midlayer.", "layers.0.")
 NESTED = "transformer_layer_config"  # key under which `speculators` checkpoints nest the layer's settings
@@ -316,7 +317,7 @@ def _embedding(plan: HeadPlan, target: Checkpoint) -> Table:
         rows = checkpoint.rows_of(name, start, min(start + ROWS_AT_ONCE, count))
         if not np.isfinite(rows).all():
             raise ModelFileError(f"{checkpoint.tensors[name].file}: tensor {name} contains infinity or NaN")
-        part = Table.of(rows)
+        part = in_bytes(rows)
         codes[start : start + len(rows)], scales[start : start + len(rows)] = part.codes, part.scales
     return Table(codes, scales)
 

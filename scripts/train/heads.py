@@ -26,8 +26,9 @@ from torch import Tensor
 
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import ConfigError, EdgespecError
-from edgespec.formats.head_file import HeadFile, HeadManifest, write_head_file
+from edgespec.formats.head_file import HeadFile, HeadManifest
 from trainlib.documents import read_documents
+from trainlib.head_files import write_head_file
 from trainlib.head_network import EagleHead, Heads, MedusaHeads
 from trainlib.head_prompts import Turns, prompts
 from trainlib.head_texts import divided, read, save

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 import command_line
-from edgespec.engines.llamacpp import rpc
+from edgespec.engines.llamacpp import remote
 from rpc import free_port
 
 run = partial(command_line.run, "rpc-server")
@@ -18,8 +18,8 @@ run = partial(command_line.run, "rpc-server")
 def served(monkeypatch) -> list[tuple[str, dict[str, object]]]:
     """What would be served, in any build."""
     calls: list[tuple[str, dict[str, object]]] = []
-    monkeypatch.setattr(rpc, "require_rpc", lambda what: None)
-    monkeypatch.setattr(rpc, "serve_rpc", lambda endpoint, **options: calls.append((endpoint, options)))
+    monkeypatch.setattr(remote, "require_rpc", lambda what: None)
+    monkeypatch.setattr(remote, "serve_rpc", lambda endpoint, **options: calls.append((endpoint, options)))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     return calls
 

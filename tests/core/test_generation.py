@@ -276,7 +276,7 @@ def test_closing_waits_for_the_pass_of_another_thread(tmp_path: Path) -> None:
         closing = pool.submit(lambda: (model.close(), is_closed.set()))
         until(lambda: model._executor.turn.is_shut)
         assert not is_closed.wait(0.3), "the pass is not over"
-        assert model.target._is_cancelled, "but it is told to end"  # type: ignore[attr-defined]
+        assert model.target._cancel.is_set(), "but it is told to end"  # type: ignore[attr-defined]
         go_on.set()
         assert found.result(60).finish_reason == "cancelled"
         closing.result(60)

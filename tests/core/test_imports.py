@@ -15,7 +15,8 @@ import pytest
 
 import edgespec
 from demo import DEMO
-from edgespec.formats.head_file import read_head_file, write_head_file
+from edgespec.formats.head_file import read_head_file
+from trainlib.head_files import write_head_file
 
 PACKAGE = Path(edgespec.__file__).parent
 ENGINES_MAY_USE = {"closing", "errors", "installation", "config", "types", "vocabulary", "engines"}

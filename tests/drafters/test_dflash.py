@@ -16,8 +16,7 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.config.options import LoadOptions
 from edgespec.control.base import FixedLength
 from edgespec.drafters.heads import DFlashDrafter
-from edgespec.engines.features import WINDOW
-from edgespec.engines.head import BYTES_PER_FEATURE
+from edgespec.engines.head import BYTES_PER_FEATURE, WINDOW
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.model_use import MAX_BATCH
 from edgespec.engines.sequence import CachedSequence

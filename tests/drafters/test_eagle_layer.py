@@ -14,10 +14,11 @@ from demo import DEMO
 from edgespec.engines.head import States
 from edgespec.engines.onnx.file_heads import NEVER, EagleHead, load_eagle
 from edgespec.errors import BatchError, CapabilityError
-from edgespec.formats.head_file import HeadFile, HeadManifest, Table, read_head_file
+from edgespec.formats.head_file import HeadFile, HeadManifest, read_head_file
 from needs import NEEDS_KERNELS
 from table_engine import LetterVocabulary
 from trainlib.eagle_definition import layer, normed
+from trainlib.head_files import in_bytes
 
 pytestmark = NEEDS_KERNELS
 COUNT = 14
@@ -37,7 +38,7 @@ def random_file(width: int, *, generation: int = 1, head_dim: int = 16, **more: 
         arrays["frequencies"] = 1000.0 ** -np.linspace(0, 1, head_dim // 2, dtype=np.float32)
     ids = np.arange(50, dtype=np.int32)
     vocabulary = rng.normal(0, 0.2, (50, width)).astype(np.float32)
-    embedding = Table.of(rng.normal(0, 1, (60, width)).astype(np.float32)) if generation == 3 else None
+    embedding = in_bytes(rng.normal(0, 1, (60, width)).astype(np.float32)) if generation == 3 else None
     probe = np.zeros((4, manifest.feature_size), np.float32)
     return HeadFile(manifest, arrays, vocabulary, ids, ids[:4], probe, embedding=embedding)
 

@@ -27,8 +27,7 @@ from edgespec.engines.onnx.kernel_head import load_drafter
 from edgespec.errors import BatchError, CapabilityError, EdgespecError, EngineError, ModelFileError
 from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.kernels.library import library_path
-from edgespec.loading.engine_choice import runs_on_kernels
-from edgespec.loading.requirements import resolve_pair
+from edgespec.loading.requirements import resolve_pair, runs_on_kernels
 from edgespec.types import Batch
 from lossless import assert_same_text, assert_several_draft_apart
 from tiny_gemma4 import DRAFTER, GEMMA, Twin, write_drafter, write_target

@@ -21,7 +21,7 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
-from edgespec.formats.head_file import read_head_file, write_head_file
+from edgespec.formats.head_file import read_head_file
 from edgespec.formats.manifest import read_pair
 from edgespec.sampling.sampler import Sampler
 from head_tables import KINDS, VOCABULARY, request, table, with_features
@@ -29,6 +29,7 @@ from lossless import GREEDY, PLAIN, assert_same_text, run_once
 from table_engine import TableEngine
 from tiny_gguf import Shape, write_model
 from tiny_heads import drafter_of, random_heads, table_heads, write
+from trainlib.head_files import write_head_file
 
 
 class Chains(TableEngine):

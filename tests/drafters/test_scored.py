@@ -10,10 +10,11 @@ import pytest
 
 from edgespec.engines.onnx.file_heads import FIRST_ROOM, ScoredTokens
 from edgespec.errors import ModelFileError
-from edgespec.formats.head_file import HeadFile, HeadManifest, read_head_file, write_head_file
+from edgespec.formats.head_file import HeadFile, HeadManifest, read_head_file
 from head_tables import KINDS, VOCABULARY, request, table, with_features
 from lossless import GREEDY, run_once
 from tiny_heads import drafter_of, table_heads
+from trainlib.head_files import write_head_file
 
 SIZE = 1000
 

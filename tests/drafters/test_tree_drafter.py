@@ -16,7 +16,7 @@ from edgespec.control.prices import path_products
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
-from edgespec.engines.rows import is_chain
+from edgespec.engines.booked import is_chain
 from edgespec.engines.sequence import CachedSequence, Passes
 from edgespec.errors import CapabilityError
 from edgespec.generation.decode import autoregressive, speculative

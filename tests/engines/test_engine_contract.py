@@ -18,8 +18,8 @@ import pytest
 from demo import TEST_THREADS
 from edgespec.engines.base import Engine
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
+from edgespec.engines.llamacpp.remote import RemoteEngine
 from edgespec.engines.onnx import OnnxEngine
-from edgespec.engines.remote import RemoteEngine
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, StateError
 from edgespec.kernels.library import library_path
 from edgespec.types import Batch, Draft, Logits
@@ -66,9 +66,9 @@ def load_half(path: Path, **given: Any) -> Engine:
 
 
 def load_on_device(path: Path, *, provider: str, reproducible: bool = False, **given: Any) -> Engine:
-    from edgespec.engines.onnx.library import failures, installed_providers, load_cuda
+    from edgespec.engines.onnx.library import installed_providers, load_cuda
 
-    if provider not in installed_providers() or provider in failures or (provider == "cuda" and load_cuda()):
+    if provider not in installed_providers() or load_cuda():
         pytest.skip(f"no {provider} device, or no package for it")
     with unless_refused(reproducible):
         return load_onnx(path, provider=provider, reproducible=reproducible, **given)
@@ -115,8 +115,6 @@ KINDS: dict[str, tuple[Callable[..., Engine], str, dict[str, Any]]] = {
     "onnx-cuda-reproducible": (load_on_device, "onnx_path", {"provider": "cuda", "reproducible": True}),
     "onnx-cuda-int4": (load_on_device, "four_bit_path", {"provider": "cuda"}),
     "onnx-cuda-int4-reproducible": (load_on_device, "four_bit_path", {"provider": "cuda", "reproducible": True}),
-    "onnx-webgpu": (load_on_device, "tiny_graph_path", {"provider": "webgpu"}),
-    "onnx-webgpu-reproducible": (load_on_device, "tiny_graph_path", {"provider": "webgpu", "reproducible": True}),
     "kernels": (load_kernels, "target_path", {}),
     "kernels-q8_0-cache": (load_kernels, "target_path", {"cache_type_k": "q8_0"}),
     "kernels-qwen35": (load_kernels, "qwen35_path", {}),

@@ -214,13 +214,13 @@ def test_the_models_of_a_pair_share_one_child(tmp_path, started):
 def test_a_file_is_probed_once_until_it_changes(sound, tmp_path, started):
     path = tmp_path / "model.gguf"
     path.write_bytes(sound.read_bytes())
-    trial.check_model_files({path: True})  # its checksum is known
+    trial.Trial({path: True}).require_sound()  # its checksum is known
     assert not started
-    trial.check_model_files({path: False})
-    trial.check_model_files({path: False})
+    trial.Trial({path: False}).require_sound()
+    trial.Trial({path: False}).require_sound()
     assert started == [[path]]
     write_model(path, Shape(layers=2, width=32, heads=2, kv_heads=1, hidden=32, merges=6))
-    trial.check_model_files({path: False})
+    trial.Trial({path: False}).require_sound()
     assert started == [[path], [path]]
 
 

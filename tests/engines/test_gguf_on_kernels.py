@@ -155,8 +155,8 @@ def test_the_choice_of_engines():
 
 
 def test_without_kernels_llama_cpp_runs_it(monkeypatch):
-    monkeypatch.setattr("edgespec.loading.engine_choice.library_path", lambda: None)
-    monkeypatch.setattr("edgespec.loading.engine_choice.why_missing", lambda: "they are not built")
+    monkeypatch.setattr("edgespec.loading.requirements.library_path", lambda: None)
+    monkeypatch.setattr("edgespec.loading.requirements.why_missing", lambda: "they are not built")
     found = resolve_pair(LoadOptions(model=str(TARGET))).files["target"]
     assert found.engine == "llamacpp" and "they are not built" in found.note
 
@@ -209,4 +209,4 @@ def test_a_cache_folder_that_cannot_be_written_costs_only_time(tmp_path, monkeyp
 
 def test_a_device_other_than_the_processor_is_refused_by_name():
     with pytest.raises(ConfigError, match="is for ONNX models"):
-        edgespec.load(TARGET, provider="webgpu")
+        edgespec.load(TARGET, provider="cuda")

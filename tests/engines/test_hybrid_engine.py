@@ -16,7 +16,7 @@ from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.model_use import MOST_CHECKPOINTS, ModelUse
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint
-from edgespec.engines.onnx.hybrid_engine import LOG, HybridEngine
+from edgespec.engines.onnx.kernel_engine import LOG, HybridEngine
 from edgespec.engines.onnx.kernel_head import load_drafter
 from edgespec.errors import BatchError, Cancelled, CapabilityError, StateError
 from edgespec.installation import has_engine

@@ -19,7 +19,7 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.chat.template import encode_messages
-from edgespec.engines import proof
+from edgespec.engines import widths
 from edgespec.engines.llamacpp import library as llama_library
 from edgespec.engines.llamacpp import settings
 from edgespec.engines.llamacpp.devices import gpus, overriding
@@ -195,13 +195,13 @@ def test_classes_are_measured_once_per_file_and_settings(target_path, monkeypatc
     options = {"reproducible": True, "widest": 9, "context_length": 320}
     with load(target_path, **options) as engine:
         measured = engine.facts
-    monkeypatch.setattr(proof, "find_class", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(widths, "find_class", lambda *_: pytest.fail("measured again"))
     with load(target_path, **options) as engine:
         assert engine.facts == measured
 
 
 def test_reproducible_is_refused_where_it_cannot_be(tiny_path, monkeypatch):
-    monkeypatch.setattr(proof, "find_class", lambda *_: None)
+    monkeypatch.setattr(widths, "find_class", lambda *_: None)
     with pytest.raises(CapabilityError, match="reproducible=False"):
         load(tiny_path, reproducible=True, widest=7)
     with load(tiny_path, reproducible=None, widest=7) as engine:
@@ -227,7 +227,7 @@ def test_a_state_that_is_loaded_behind_a_padded_pass_gives_the_same_bits(tiny_pa
 
 def test_padding_leaves_no_trace_in_the_cache(target_path, monkeypatch):
     ids = [5, 6, 7, 8, 9, 10, 11, 12]
-    monkeypatch.setattr(proof, "find_class", lambda *_: (3, 8))
+    monkeypatch.setattr(widths, "find_class", lambda *_: (3, 8))
     with load(target_path, reproducible=True, widest=8) as engine:
         assert engine.facts.pinned_class == (3, 8)
         whole = chain(engine, ids)
@@ -280,7 +280,7 @@ def test_cancel_ends_a_pass_in_the_middle(slow_path):
         engine.rollback(0)
         timer = threading.Timer(whole_s / 10, engine.cancel)
         timer.start()
-        with pytest.raises(Cancelled, match=r"^the pass was cancelled; "):
+        with pytest.raises(Cancelled, match=r"^a pass of \d+ rows was cancelled; "):
             engine.forward(batch)
         assert engine.length() == 0
         np.testing.assert_array_equal(engine.forward(batch), expected)

@@ -13,7 +13,7 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.rows import fault_of
+from edgespec.engines.booked import fault_of
 from edgespec.platform import disk_cache
 from edgespec.platform.disk_cache import Seconds, cache_folder
 from tiny_gguf import write_model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import edgespec
 from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.onnx import OnnxEngine
+from edgespec.engines.onnx import OnnxEngine, library
 from edgespec.engines.onnx import engine as engines
 from edgespec.engines.onnx.footprint import footprint
 from edgespec.engines.onnx.graph import FLOAT16, read_graph
@@ -103,6 +104,35 @@ def test_texts_are_those_without_drafts(model, temperature, request):
 
 def test_a_plan_for_cuda_counts_two_bytes_of_a_value(onnx_path):
     use = ModelUse(context_length=200, max_sequences=3, reproducible=True)
-    wide, narrow = (footprint(onnx_path, replace(use, provider=name)).device for name in ("webgpu", "cuda"))
+    here, there = (footprint(onnx_path, replace(use, provider=name)) for name in ("cpu", "cuda"))
     with load(onnx_path) as exported:
-        assert wide - narrow == 3 * 200 * exported.facts.kv_bytes_per_token // 2
+        own = here.packed - there.packed + here.mapped + here.cache + here.compute
+        assert own - there.device == 3 * 200 * exported.facts.kv_bytes_per_token // 2
+
+
+def test_auto_passes_over_a_device_that_was_never_run(tiny_graph_path, monkeypatch):
+    def opened(*given: Any, provider: str, **options: Any) -> Any:
+        tried.append(provider)
+        if provider != "cpu":
+            raise CapabilityError("what it lacks")
+        return open_session(*given, provider=provider, **options)
+
+    tried, open_session = list[str](), library.open_session
+    monkeypatch.setattr(library, "installed_providers", lambda: ("cuda", "cpu"))
+    monkeypatch.setattr("edgespec.engines.onnx.engine.open_session", opened)
+    with OnnxEngine.load(tiny_graph_path, context_length=200, threads=1, reproducible=False) as engine:
+        # CUDA, for which attention would be cast, was never run so: only for those who ask for it
+        assert engine.facts.device == "cpu" and tried == ["cpu"]
+    with pytest.raises(CapabilityError, match="lacks"):
+        OnnxEngine.load(tiny_graph_path, context_length=200, threads=1, reproducible=False, provider="cuda")
+
+
+def test_classes_belong_to_the_device_that_runs(tiny_graph_path, monkeypatch):
+    """Another device under the same provider has classes of its own."""
+
+    def key(identity: str) -> str:
+        monkeypatch.setattr("edgespec.engines.onnx.engine.device_identity", lambda _provider: identity)
+        with load(tiny_graph_path, reproducible=True) as engine:
+            return engine.facts.class_key
+
+    assert len({key(""), key("a GPU"), key("another")}) == 3

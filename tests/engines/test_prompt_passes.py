@@ -13,7 +13,7 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.engines import proof, widths
+from edgespec.engines import widths
 from edgespec.engines.sequence import CachedSequence, CachedText, at_once, block_marks
 from edgespec.engines.widths import ClassWatch
 from edgespec.types import Batch, Draft, TokenIds
@@ -146,8 +146,8 @@ def narrow(q4_k_m_path: Path) -> Iterator[Model]:
         yield model
 
 
-QUESTION = {"role": "user", "content": proof.TEXT[:900] + " Which of these places is the cheapest?"}
-LATER = {"role": "user", "content": "I would like to book a table there for four people. " + proof.TEXT[900:1300]}
+QUESTION = {"role": "user", "content": widths.TEXT[:900] + " Which of these places is the cheapest?"}
+LATER = {"role": "user", "content": "I would like to book a table there for four people. " + widths.TEXT[900:1300]}
 
 
 def answered(model: Model, ids: list[int], sampling: Sampling, drafter: Any = "none") -> Answered:

@@ -18,8 +18,7 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec.contained import Child
-from edgespec.engines.llamacpp.rpc import ask, ask_all
-from edgespec.engines.remote import RemoteEngine
+from edgespec.engines.llamacpp.remote import RemoteEngine, ask, ask_all
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import BatchError, CapabilityError, ConfigError, ModelFileError, Unreachable
 from edgespec.types import Batch
@@ -97,7 +96,7 @@ def test_errors_keep_their_types(tiny_path, tmp_path):
 
 def test_a_child_ends_with_its_parent(tiny_path):
     code = (
-        "import sys, os; from pathlib import Path; from edgespec.engines.remote import RemoteEngine\n"
+        "import sys, os; from pathlib import Path; from edgespec.engines.llamacpp.remote import RemoteEngine\n"
         f"engine = RemoteEngine.load(Path({str(tiny_path)!r}), endpoints=(), reproducible=False, threads=1)\n"
         "print(engine._child._process.pid, flush=True); os._exit(9)"
     )
@@ -117,7 +116,7 @@ def test_a_server_that_is_not_there_is_named():
 
 @pytest.mark.parametrize(
     ("says", "expected"),
-    [(b"", "no answer within 0.3 s"), (b"HTTP/1.1 400 Bad Request\r\n\r\n", "not an RPC server of a matching version")],
+    [(b"", "no answer within 0.3 s"), (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is no RPC server of a matching version")],
 )
 def test_something_else_that_listens_is_no_server(says, expected):
     def answer() -> None:

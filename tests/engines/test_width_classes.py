@@ -15,7 +15,7 @@ import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.engines import proof, widths
+from edgespec.engines import widths
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError
@@ -69,29 +69,29 @@ def table(**settings: object) -> LyingTable:
 
 def test_a_lone_row_that_differs_on_real_tokens_only_is_kept_apart() -> None:
     """Random ids of a padded vocabulary seldom meet a trained token: such a probe joined these widths."""
-    assert proof.find_class(table(), 63, 4) == (2, 63)
+    assert widths.find_class(table(), 63, 4) == (2, 63)
 
 
 def test_a_difference_that_shows_only_in_the_cache_is_seen() -> None:
-    assert proof.find_class(table(in_cache=True), 63, 4) == (2, 63)
-    assert proof.find_class(table(in_cache=True, lies=(3,)), 63, 4) == (1, 2)
+    assert widths.find_class(table(in_cache=True), 63, 4) == (2, 63)
+    assert widths.find_class(table(in_cache=True, lies=(3,)), 63, 4) == (1, 2)
 
 
 def test_without_a_class_of_several_widths_there_is_none() -> None:
-    assert proof.find_class(table(lies=(2, 4)), 63, 4) is None
-    assert proof.find_class(table(lies=(1, 3)), 63, 4) == (4, 63)
+    assert widths.find_class(table(lies=(2, 4)), 63, 4) is None
+    assert widths.find_class(table(lies=(1, 3)), 63, 4) == (4, 63)
 
 
 def test_every_pass_of_a_width_is_exactly_that_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, seen = table(is_honest=True), []
     inner = TableEngine.forward
     monkeypatch.setattr(TableEngine, "forward", lambda self, batch: seen.append(batch.width) or inner(self, batch))
-    ids = proof.sample_text(engine, 64)
+    ids = widths.sample_text(engine, 64)
     for start in (0, 31):
         engine.rollback(min(start, engine.length()))
         for width in (1, 5, 33):
             seen.clear()
-            bits = proof.passes_of(engine, ids, start, width)
+            bits = widths.passes_of(engine, ids, start, width)
             assert set(seen) == {width}
             assert set(range(start, 64)) <= bits.rows.keys()
     assert engine.length() == 64
@@ -100,7 +100,7 @@ def test_every_pass_of_a_width_is_exactly_that_wide(monkeypatch: pytest.MonkeyPa
 def test_a_class_that_only_more_rows_refute_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows of each width are looked at; before a lone row joins a class many more are compared."""
     engine = table(is_honest=True)
-    monkeypatch.setattr(proof, "confirm", lambda _engine, width, _pair: width != 1)
+    monkeypatch.setattr(widths, "confirm", lambda _engine, width, _pair: width != 1)
     facts = widths.pinned_facts(engine, "split", widest=63, advice="")
     assert facts.pinned_class == (2, 63)
 
@@ -110,18 +110,18 @@ def test_the_search_ends_with_the_class_that_is_used(
     lies: tuple[int, ...], pinned: tuple[int, int], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    measured = proof.passes_of
-    monkeypatch.setattr(proof, "passes_of", lambda *given: seen.append(given[3]) or measured(*given))
-    monkeypatch.setattr(proof, "confirm", lambda *_: True)
+    measured = widths.passes_of
+    monkeypatch.setattr(widths, "passes_of", lambda *given: seen.append(given[3]) or measured(*given))
+    monkeypatch.setattr(widths, "confirm", lambda *_: True)
     facts = widths.pinned_facts(table(lies=lies), f"ends {lies}", widest=63, advice="")
     assert facts.pinned_class == pinned
     assert max(width for width in seen if width != 63) == (most if most < 63 else 56)
 
 
 def test_confirming_finds_a_rare_difference() -> None:
-    engine = table(trained=proof.PREFIX + 8)  # 8 of the rows tell the widths apart
-    assert not proof.confirm(engine, 1, (1, 63))
-    assert proof.confirm(engine, 2, (1, 63))
+    engine = table(trained=widths.PREFIX + 8)  # 8 of the rows tell the widths apart
+    assert not widths.confirm(engine, 1, (1, 63))
+    assert widths.confirm(engine, 2, (1, 63))
     assert engine.length() == 0
 
 
@@ -220,7 +220,7 @@ def test_a_real_model_writes_the_same_with_and_without_drafts(monkeypatch: pytes
     """Tokens and log probabilities, past 512 cells too, with the watch looking often."""
     monkeypatch.setattr(widths, "SHARE", 0.1)
     with edgespec.load(os.environ["EDGESPEC_TEST_MODEL"], reproducible=True, threads=2) as model:
-        ids = model.encode_chat([{"role": "user", "content": "Repeat and continue: " + proof.TEXT[:1200]}])
+        ids = model.encode_chat([{"role": "user", "content": "Repeat and continue: " + widths.TEXT[:1200]}])
         for sampling in (GREEDY, Sampling(seed=5)):
             texts = [
                 model.generate(ids, sampling, GenerateOptions(max_tokens=64, drafter=drafter, draft_length=length))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from edgespec.engines.onnx.sessions import open_session
+from edgespec.engines.onnx.library import open_session
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.export.onnx.optimum import exporter, quantise, run, save
 

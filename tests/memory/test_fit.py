@@ -26,7 +26,7 @@ FREE = Limit("memory", 1 << 40, "what the machine has free")
 
 def fitted(budget: int | None, *limits: Limit, **options: Any) -> Fitted:
     chosen = LoadOptions(memory=budget, **options)
-    return fit(chosen, resolve_pair(chosen, check_hashes=False), Room(budget, limits or (FREE,)))
+    return fit(chosen, resolve_pair(chosen), Room(budget, limits or (FREE,)))
 
 
 def whats(found: Fitted) -> list[str]:

@@ -63,7 +63,7 @@ def budgets(plans: list[Plan]) -> list[int]:
 @keeping_headers()
 def test_the_best_that_fits_is_kept(given: dict[str, Any]) -> None:
     """Against every combination, one by one."""
-    pair = resolve_pair(LoadOptions(**given), check_hashes=False)
+    pair = resolve_pair(LoadOptions(**given))
     plans = [(*choice, planned(*choice)) for choice in all_choices(given, pair)]
     outcomes: list[Kept | None] = []
     for budget in budgets([plan for *_, plan in plans]):

@@ -115,7 +115,7 @@ def test_a_70b_and_8b_pair_is_planned_from_its_headers_alone(tmp_path: Path, byt
     bytes_read.clear()
     chosen = LoadOptions(model=str(target), draft=draft, memory="48GiB", context_length=8192, gpu_layers=0)
     with keeping_headers():
-        pair = resolve_pair(chosen, check_hashes=False)
+        pair = resolve_pair(chosen)
         whole = planned(chosen, pair)
         once = sum(bytes_read)
         mine = len(bytes_read)
@@ -143,13 +143,13 @@ def test_weights_that_are_only_copied_from_their_file_need_no_room_there(tmp_pat
 
 def test_what_lies_on_a_device_is_not_counted_as_memory_of_the_processor(tmp_path: Path) -> None:
     here = plan_of(engine="onnx", provider="cpu")
-    there = plan_of(engine="onnx", provider="webgpu")
+    there = plan_of(engine="onnx", provider="cuda")
     assert (here.device_bytes, here.device_note) == (0, "")
     caches = sum(model.footprint.cache for model in here.models)
     assert there.device_bytes > here.mapped_bytes - here.process.mapped + caches
     assert not any("KV cache" in part.name or "weights in their file" in part.name for part in there.parts)
     assert there.own_bytes < here.own_bytes - caches
-    assert there.device_note.startswith("on webgpu: about ") and "is not known" in there.device_note
+    assert there.device_note.startswith("on cuda: about ") and "is not known" in there.device_note
     path = tmp_path / "70b.gguf"
     write_header(path, LLAMA_70B)
     cache = footprint(path, ModelUse()).cache

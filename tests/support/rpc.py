@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from edgespec.engines.llamacpp.rpc import ask
+from edgespec.engines.llamacpp.remote import ask
 from edgespec.errors import Unreachable
 from waiting import until
 

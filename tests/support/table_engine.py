@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Self
@@ -16,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import EngineFacts
-from edgespec.engines.booked import BookedEngine
+from edgespec.engines.booked import BookedEngine, SequenceBook, SequenceRows
 from edgespec.engines.model_files import StateStamp
-from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.errors import CapabilityError, PromptError
 from edgespec.types import NO_PARENT, Batch, Logits
 from edgespec.vocabulary import Vocabulary
@@ -71,6 +71,7 @@ class TableEngine(BookedEngine):
         can_rollback: bool = True,
     ) -> None:
         self.vocabulary = LetterVocabulary(table.shape[1], end_id)
+        self._cancel = threading.Event()
         self.facts = EngineFacts(
             name="table",
             architecture=f"table of order {order}",

@@ -9,13 +9,13 @@ import pytest
 
 from edgespec.drafters.heads import EagleDrafter, HeadDrafter, MedusaDrafter
 from edgespec.engines.base import Engine
-from edgespec.engines.features import WINDOW
-from edgespec.engines.head import Confidences, DraftHead, HeadFacts, States
+from edgespec.engines.head import WINDOW, Confidences, DraftHead, HeadFacts, States
 from edgespec.errors import BatchError, Cancelled, ContextFull
-from edgespec.formats.head_file import HeadFile, HeadManifest, write_head_file
+from edgespec.formats.head_file import HeadFile, HeadManifest
 from edgespec.kernels.library import library_path
 from edgespec.types import Batch, Logits, TokenIds
 from table_engine import LetterVocabulary, TableEngine
+from trainlib.head_files import write_head_file
 
 LAYERS = 0, 2  # whose inputs an OpenHead reads
 LARGE = 100.0  # where SiLU is the identity, and a state is small beside a row

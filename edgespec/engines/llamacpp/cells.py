@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.engines.booked import SequenceBook, SequenceRows
 from edgespec.engines.llamacpp.library import END, complaints, forget_complaints, library
 from edgespec.engines.llamacpp.rows import Branches, branches_through, leaves
 from edgespec.engines.llamacpp.settings import ContextSettings
-from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.errors import BatchError, CapabilityError, EngineError, StateError
 
 RUNNING_STATE_ONLY = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY

@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
+from edgespec.engines.booked import check_text
 from edgespec.engines.llamacpp.facts import read_facts
-from edgespec.engines.llamacpp.library import ABORTED, CancelFlag, complaints, forget_complaints, library
+from edgespec.engines.llamacpp.library import ABORTED, CancelFlag, check_pass, complaints, forget_complaints, library
 from edgespec.engines.llamacpp.rows import PairRows
 from edgespec.engines.llamacpp.settings import (
     CACHE_BYTES,
@@ -35,8 +36,7 @@ from edgespec.engines.llamacpp.settings import (
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_files import HeldFiles
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.rows import check_text
-from edgespec.errors import Cancelled, CapabilityError, EngineError
+from edgespec.errors import CapabilityError, EngineError
 from edgespec.formats.gguf.check import check_gguf, model_files
 from edgespec.platform.memory import spare_memory
 from edgespec.types import PoolingName, TokenIds
@@ -178,18 +178,11 @@ class Embedder:
     def _run(self, token_ids: TokenIds, position: int, *, gives_states: bool) -> None:
         """One pass over the tokens from `position` on."""
         self._rows.fill_pairs(position, token_ids, None, outputs=gives_states)
-        if self._cancel.is_set:
-            self._raise_cancelled()
+        what = f"embedding {len(token_ids)} tokens"
+        if self._cancel.is_set():
+            check_pass(ABORTED, self._cancel, what)
         forget_complaints()
-        result = library().llama_decode(self._context, self._rows.struct)
-        if result == ABORTED:
-            self._raise_cancelled()
-        if result:
-            raise EngineError(f"llama.cpp failed to embed {len(token_ids)} tokens (result {result}): {complaints()}")
-
-    def _raise_cancelled(self) -> None:
-        self._cancel.clear()
-        raise Cancelled("embedding was cancelled")
+        check_pass(library().llama_decode(self._context, self._rows.struct), self._cancel, what)
 
     def _prepare(self, longest: int) -> None:
         """A context for texts of up to `longest` tokens. Raises CapabilityError where there is no memory for it."""

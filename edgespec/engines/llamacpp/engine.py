@@ -13,14 +13,14 @@ import ctypes
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.closing import closed_on_failure
 from edgespec.engines.base import EngineFacts, StatesOf, check_threads
-from edgespec.engines.booked import BookedEngine
+from edgespec.engines.booked import BookedEngine, Checkpoints, SequenceBook, SequenceRows, check_text
 from edgespec.engines.llamacpp.cells import Cells
 from edgespec.engines.llamacpp.embeddings import Embedder
 from edgespec.engines.llamacpp.facts import measured_facts, read_facts
@@ -28,10 +28,8 @@ from edgespec.engines.llamacpp.footprint import ONLY_ASKED, RunningState
 from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT as HEAD_CONTEXT
 from edgespec.engines.llamacpp.heads import MTP_STATES, Head, load_head, own_layers
 from edgespec.engines.llamacpp.library import (
-    ABORTED,
-    NO_ROOM,
     CancelFlag,
-    complaints,
+    check_pass,
     forget_complaints,
     library,
     version,
@@ -41,15 +39,13 @@ from edgespec.engines.llamacpp.settings import (
     ContextSettings,
     choose_context_length,
     create_context,
-    has_streams,
     open_for,
 )
 from edgespec.engines.llamacpp.states import HiddenStates
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.rows import Checkpoints, SequenceBook, SequenceRows, check_text
-from edgespec.errors import Cancelled, CapabilityError, ContextFull, EngineError
+from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import (
     HEAD_NAMES,
     check_gguf,
@@ -123,9 +119,7 @@ class LlamaCppEngine(BookedEngine):
     def _open(cls, path: Path, settings: ContextSettings, cancel: CancelFlag) -> Self:
         llama, model = library(), open_for(path, settings)
         keeps_state = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
-        settings = settings.with_state() if keeps_state else replace(settings, snapshots=0)
-        if has_streams(settings, has_window=llama.llama_model_n_swa(model) > 0):
-            settings = replace(settings, max_branches=0, streams=True)
+        settings = settings.for_model(keeps_state=keeps_state, has_window=llama.llama_model_n_swa(model) > 0)
         try:
             context = create_context(model, path, settings, cancel)
         except BaseException:
@@ -153,16 +147,8 @@ class LlamaCppEngine(BookedEngine):
         result = self._decode(self._context, self._rows.struct)
         if result:
             self._hidden_states.forget()
-            self._raise_failed(result, batch.width)
+            check_pass(result, self._cancel, f"a pass of {batch.width} rows")
         return kept
-
-    def _raise_failed(self, result: int, width: int) -> NoReturn:
-        if result == ABORTED:
-            self._cancel.clear()
-            raise Cancelled("the pass was cancelled; the cache is as before")
-        if result == NO_ROOM:
-            raise ContextFull(f"no room for {width} more tokens in the KV cache. Give a larger --ctx-size")
-        raise EngineError(f"llama.cpp failed on a pass of {width} rows (result {result}): {complaints()}")
 
     def _logits(self, kept: Selection) -> Logits:
         rows = kept.stop if isinstance(kept, slice) else int(kept[-1]) + 1
@@ -311,17 +297,6 @@ class LlamaCppEngine(BookedEngine):
             return False
         library().llama_set_n_threads(self._context, threads, threads)
         return True
-
-    @property
-    def _is_cancelled(self) -> bool:
-        return self._cancel.is_set
-
-    @_is_cancelled.setter
-    def _is_cancelled(self, wanted: bool) -> None:
-        if wanted:
-            self._cancel.set()
-        else:
-            self._cancel.clear()
 
     def _free(self) -> None:
         self._held.close()

@@ -12,8 +12,7 @@ from edgespec.engines.base import Engine, EngineFacts
 from edgespec.engines.llamacpp.devices import gpus
 from edgespec.engines.llamacpp.library import library, version
 from edgespec.engines.llamacpp.settings import ContextSettings
-from edgespec.engines.proof import PREFIX
-from edgespec.engines.widths import METHOD, pinned_facts
+from edgespec.engines.widths import METHOD, PREFIX, pinned_facts
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import model_files
 from edgespec.platform.disk_cache import file_key, key_of
@@ -52,28 +51,12 @@ def read_facts(model: Any, settings: ContextSettings, context: Any = None) -> En
 
 
 def measured_facts(engine: Engine, path: Path, settings: ContextSettings, state_size: Callable[[], int]) -> EngineFacts:
-    """The facts of an empty engine, which is left empty. Raises CapabilityError when it cannot be reproducible."""
-    if settings.keeps_state:
-        return _facts_with_state(engine, path, settings, state_size)
-    empty_bytes = state_size()
-    engine.forward(Batch.chain([0] * min(2, settings.max_batch)))
-    per_token = (state_size() - empty_bytes) // engine.length()
-    engine.rollback(0)
-    engine.facts = replace(engine.facts, kv_bytes_per_token=per_token)
-    if not settings.reproducible:
-        return engine.facts
-    advice = f"Use a Q8_0 file in place of {path.name}, or --no-reproducible"
-    return pinned_facts(engine, _widths_key(path, settings), widest=settings.widest, advice=advice)
+    """The facts of an empty engine, which is left empty.
 
-
-def _facts_with_state(
-    engine: Engine, path: Path, settings: ContextSettings, state_size: Callable[[], int]
-) -> EngineFacts:
-    """The facts of an empty engine whose model keeps a running state, which it leaves empty.
-
-    Raises CapabilityError where reproducible mode is demanded: no width class can be proved without rolling back.
+    Raises CapabilityError when it cannot be reproducible: of a running state, which cannot be rolled back, no width
+    class can be proved.
     """
-    if settings.reproducible:
+    if settings.reproducible and settings.keeps_state:
         raise CapabilityError(
             f"{path.name} cannot be reproducible: {engine.facts.architecture} models keep a running state, whose bits "
             "depend on how many tokens a pass has. Use --no-reproducible"
@@ -83,7 +66,11 @@ def _facts_with_state(
         engine.forward(Batch.chain([0]))
         sizes.append(state_size())
     engine.rollback(0)
-    return replace(engine.facts, kv_bytes_per_token=sizes[1] - sizes[0])
+    engine.facts = replace(engine.facts, kv_bytes_per_token=sizes[1] - sizes[0])
+    if not settings.reproducible:
+        return engine.facts
+    advice = f"Use a Q8_0 file in place of {path.name}, or --no-reproducible"
+    return pinned_facts(engine, _widths_key(path, settings), widest=settings.widest, advice=advice)
 
 
 def _widths_key(path: Path, settings: ContextSettings) -> str:

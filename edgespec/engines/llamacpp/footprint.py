@@ -20,7 +20,6 @@ from edgespec.engines.llamacpp.settings import (
     CELLS_MULTIPLE,
     ContextSettings,
     choose_context_length,
-    has_streams,
 )
 from edgespec.engines.model_use import MAX_BATCH, MOST_CHECKPOINTS, Footprint, ModelUse
 from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files
@@ -109,7 +108,7 @@ def recurrent_layers(header: GgufHeader) -> list[bool]:
     layers = _largest(header, "block_count") - _largest(header, "nextn_predict_layers")
     if interval := _largest(header, "full_attention_interval"):
         return [(layer + 1) % interval != 0 for layer in range(layers)]
-    heads = header.metadata.get(f"{header.architecture}.attention.head_count_kv")
+    heads = header.value("attention.head_count_kv")
     if isinstance(heads, GgufNumbers) and len(heads.items) >= layers:
         return [count == 0 for count in heads.items[:layers]]
     if header.architecture in ("qwen35", "qwen35moe", "qwen3next"):
@@ -166,6 +165,7 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
         reserved=reserved - compute + _GRAPH_NODE_BYTES * _graph_nodes(header),
         context_length=context,
         sequences=use.max_sequences,
+        cache_type="/".join(dict.fromkeys(kinds)),
     )
 
 
@@ -176,22 +176,15 @@ def _settings(path: Path, header: GgufHeader, use: ModelUse, context: int) -> Co
     settings = ContextSettings.checked(
         replace(use, gpu_layers=0, devices=None, overrides=()), context, snapshots=snapshots
     )
-    if state is not None:
-        return settings.with_state()
+    # Architectures that ignore a window that their file names share cells, which takes a little less.
+    has_window = _largest(header, "attention.sliding_window") > 0
     settings = replace(settings, gpu_layers=use.gpu_layers, devices=use.devices)
-    if has_streams(settings, has_window=_has_window(header)):
-        return replace(settings, max_branches=0, streams=True)
-    return settings
-
-
-def _has_window(header: GgufHeader) -> bool:
-    """Whether the file names a sliding window; architectures that ignore it share cells, which takes a little less."""
-    return _largest(header, "attention.sliding_window") > 0
+    return settings.for_model(keeps_state=state is not None, has_window=has_window)
 
 
 def _mtp_bytes(shape: Shape, context: int) -> int:
     """The context of a multi-token prediction layer: its cache, logits twice, and the hidden states that it reads."""
-    from edgespec.engines.features import WINDOW  # imports numpy
+    from edgespec.engines.head import WINDOW  # imports numpy
     from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT, cache_bytes, layers_sizes, pass_bytes
 
     sizes = layers_sizes(shape.width, shape.vocabulary, min(context, DEFAULT_CONTEXT))
@@ -209,7 +202,7 @@ def _feature_bytes(width: int, window: int) -> int:
 
 def head_footprint(path: Path, use: ModelUse) -> Footprint:
     """The memory of a head with a file of its own, beside its target. Raises as `footprint`."""
-    from edgespec.engines.features import WINDOW  # imports numpy
+    from edgespec.engines.head import WINDOW  # imports numpy
     from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT, cache_bytes, pass_bytes
 
     header, sizes = check_gguf(path), read_head(path)
@@ -223,6 +216,7 @@ def head_footprint(path: Path, use: ModelUse) -> Footprint:
         cache=use.max_sequences * cache_bytes(sizes, context),
         compute=use.max_sequences * (pass_bytes(sizes) + features),
         vocabulary=_HEAD_VOCABULARY_BYTES * sizes.vocabulary_size,
+        cache_type="f16",
         context_length=context,
     )
 
@@ -262,9 +256,7 @@ def _is_repacked(tensor: TensorInfo, header: GgufHeader) -> bool:
 
 
 def _numbers(header: GgufHeader, name: str) -> list[int]:
-    found = header.metadata.get(f"{header.architecture}.{name}")
-    items = found.items if isinstance(found, GgufNumbers) else (found,)
-    return [item for item in items if isinstance(item, int)]
+    return [item for item in header.listed(name) if isinstance(item, int)]
 
 
 def _largest(header: GgufHeader, name: str) -> int:

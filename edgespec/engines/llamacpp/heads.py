@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -30,8 +30,8 @@ from edgespec.engines.head import Confidences, DraftHead, HeadFacts, States
 from edgespec.engines.llamacpp.library import (
     ABORTED,
     END,
-    NO_ROOM,
     CancelFlag,
+    check_pass,
     complaints,
     forget_complaints,
     library,
@@ -42,7 +42,7 @@ from edgespec.engines.llamacpp.settings import CACHE_TYPES, CELLS_MULTIPLE, ON, 
 from edgespec.engines.llamacpp.states import extension
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_use import MAX_BRANCHES
-from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError
+from edgespec.errors import BatchError, CapabilityError, EngineError
 from edgespec.formats.gguf.heads import HALF_BYTES, HeadForm, HeadSizes, read_head
 from edgespec.types import Logits, TokenIds
 from edgespec.vocabulary import Vocabulary, check_same_vocabulary
@@ -163,20 +163,10 @@ class Head(DraftHead):
 
     def _run(self, function: Any, width: int) -> None:
         """One pass over the first `width` rows."""
-        if self._cancel.is_set:
-            self._cancel.clear()
-            raise Cancelled("the head's pass was cancelled before it began; its cache is as before")
+        if self._cancel.is_set():
+            check_pass(ABORTED, self._cancel, "the head's pass")
         forget_complaints()
-        if result := function(self._context, self._rows.struct):
-            self._raise_failed(result, width)
-
-    def _raise_failed(self, result: int, width: int) -> NoReturn:
-        if result == ABORTED:
-            self._cancel.clear()
-            raise Cancelled("the head's pass was cancelled; its cache is as before")
-        if result == NO_ROOM:
-            raise ContextFull(f"no room for {width} more rows in the head's cache")
-        raise EngineError(f"llama.cpp failed on a head's pass of {width} rows (result {result}): {complaints()}")
+        check_pass(function(self._context, self._rows.struct), self._cancel, f"a head's pass of {width} rows")
 
     def _logits(self, count: int) -> Logits:
         pointer = library().llama_get_logits(self._context)

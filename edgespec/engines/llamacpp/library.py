@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from edgespec.errors import CapabilityError, ConfigError, ModelFileError, StateError
+from edgespec.errors import Cancelled, CapabilityError, ContextFull, EngineError, ModelFileError, StateError
 from edgespec.formats.gguf.check import model_files
 from edgespec.installation import IMPORT_FAILURES, not_importable, require_engine
 
@@ -120,6 +120,17 @@ def _log_callback(llama_cpp: Any) -> Any:
     return llama_cpp.llama_log_callback(keep)
 
 
+def check_pass(result: int, cancel: CancelFlag, what: str) -> None:
+    """Raise what a `result` of llama_decode or llama_encode says of the pass `what`; 0 is none."""
+    if result == ABORTED:
+        cancel.clear()
+        raise Cancelled(f"{what} was cancelled; the cache is as before")
+    if result == NO_ROOM:
+        raise ContextFull(f"the KV cache has no room for {what}. Give a larger --ctx-size")
+    if result:
+        raise EngineError(f"llama.cpp failed on {what} (result {result}): {complaints()}")
+
+
 def forget_complaints() -> None:
     _complaints.clear()
 
@@ -182,8 +193,6 @@ def open_model(
     if not model and any(sign in complaints() for sign in _NO_MEMORY):
         advice = "Put fewer layers on the GPU (-ngl auto: as many as fit), or use" if gpu_layers else "Use"
         raise CapabilityError(f"{path.name} needs more memory than there is ({complaints()}). {advice} a smaller model")
-    if not model and overrides is not None and "regular expression" in complaints():
-        raise ConfigError(f"override-tensor: llama.cpp knows no such expressions ({complaints()}): use simpler ones")
     if not model:
         raise ModelFileError(f"{path} cannot be loaded by llama.cpp: {complaints()}. Download or export it again")
     return model
@@ -228,7 +237,6 @@ class CancelFlag:
                 memory = mmap.mmap(file.fileno(), 2)
         self._bytes = (ctypes.c_char * 2).from_buffer(memory)
 
-    @property
     def is_set(self) -> bool:
         return self._bytes.raw[0] != 0
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.engines.booked import SequenceRows
 from edgespec.engines.llamacpp.library import library
-from edgespec.engines.rows import SequenceRows
 from edgespec.types import NO_PARENT, Batch, TokenIds
 
 Selection = slice | NDArray[np.intp]

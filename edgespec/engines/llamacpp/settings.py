@@ -87,13 +87,19 @@ class ContextSettings(ModelUse):
             )
         return replace(settings, widest=min(settings.widest, settings.max_batch, settings.context_length // 2 + 1))
 
-    def with_state(self) -> Self:
-        """The settings of a model that keeps a running state: no trees, and no width class.
+    def for_model(self, *, keeps_state: bool, has_window: bool) -> Self:
+        """The settings of a model that keeps a running state, or has a sliding window.
 
-        llama.cpp ends the process where a pass is too narrow for the rows that there are snapshots of.
+        One with a state has no trees and no width class; llama.cpp ends the process where a pass is too narrow for the
+        rows that there are snapshots of. In reproducible mode each sequence gets cells of its own: those of a side
+        branch are in another order than its tokens, and attention adds in the order of cells. In cells that sequences
+        share llama.cpp may overwrite those behind a window, to which a rollback returns.
         """
-        snapshots = max(min(self.snapshots, self.batch_capacity - 2), 0)
-        return replace(self, keeps_state=True, max_branches=0, snapshots=snapshots)
+        if keeps_state:
+            snapshots = max(min(self.snapshots, self.batch_capacity - 2), 0)
+            return replace(self, keeps_state=True, max_branches=0, snapshots=snapshots)
+        streams = self.reproducible or (self.max_sequences > 1 and (has_window or not self.max_branches))
+        return replace(self, streams=True, max_branches=0, snapshots=0) if streams else replace(self, snapshots=0)
 
     @property
     def sequence_ids(self) -> int:
@@ -133,18 +139,6 @@ class ContextSettings(ModelUse):
         """Rows with logits per pass; bounded so that a wide batch over a large vocabulary stays small."""
         affordable = LOGITS_BYTES // (4 * vocabulary_size)
         return min(max(affordable, 64, self.sequence_ids), max(self.batch_capacity, self.sequence_ids))
-
-
-def has_streams(settings: ContextSettings, *, has_window: bool) -> bool:
-    """Whether each sequence of a model gets cells of its own, with its final settings but for that.
-
-    In reproducible mode it does: the cells of a side branch are in another order than its tokens, and attention adds in
-    the order of cells. `has_window`: in cells that sequences share llama.cpp may overwrite those behind a sliding
-    window, to which a rollback returns.
-    """
-    if settings.keeps_state:
-        return False
-    return bool(settings.reproducible) or (settings.max_sequences > 1 and (has_window or not settings.max_branches))
 
 
 def choose_context_length(path: Path, trained: int | None, asked: int | None, default: int = DEFAULT_CONTEXT) -> int:

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.closing import closed_on_failure
 from edgespec.engines.base import Engine, EngineFacts
+from edgespec.engines.booked import SequenceBook, SequenceRows, fault_of
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.graph import (
@@ -33,23 +33,29 @@ from edgespec.engines.onnx.graph import (
     bytes_per_token,
     read_graph,
 )
-from edgespec.engines.onnx.hybrid_engine import HybridEngine
-from edgespec.engines.onnx.kernel_engine import KernelEngine
-from edgespec.engines.onnx.library import device_identity, library, run_options, translated, version
-from edgespec.engines.onnx.sessions import Bindings, SessionEngine, open_session, providers_for, reason
+from edgespec.engines.onnx.kernel_engine import HybridEngine, KernelEngine
+from edgespec.engines.onnx.library import (
+    Bindings,
+    RunSwitch,
+    SessionEngine,
+    device_identity,
+    library,
+    open_session,
+    providers_for,
+    reason,
+    run_options,
+    translated,
+    version,
+)
 from edgespec.engines.onnx.settings import VALUES_AT_ONCE, ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import Source, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
-from edgespec.engines.proof import PREFIX
-from edgespec.engines.rows import SequenceBook, SequenceRows, fault_of
-from edgespec.engines.widths import METHOD, pinned_facts
+from edgespec.engines.widths import METHOD, PREFIX, pinned_facts
 from edgespec.errors import CapabilityError, EngineError, ModelFileError
 from edgespec.platform.disk_cache import file_key, key_of
 from edgespec.platform.machine import processor
 from edgespec.types import Batch, Logits, TokenIds
 
-NARROW, WIDE = 8, 128  # rows of the passes that are compared
-TOLERANCE = 0.02  # in standard deviations of the logits
 LARGEST_HEAD, HEAD_STEP = 256, 8  # of attention in float16
 CAST_NOTE = "attention is computed in float16 on this device, and cached keys and values are at most 16 bits"
 
@@ -66,6 +72,7 @@ class OnnxEngine(SessionEngine):
     ) -> None:
         """`graph`: as `settings.provider` runs it in `session`; `note`: what the user should know of that."""
         self._options = run_options()
+        self._cancel = RunSwitch(self._options)
         self._bindings = Bindings(session, self._options)
         self._graph, self._settings = graph, settings
         self.vocabulary = TokenizerFile(source.folder, graph.vocabulary_size)
@@ -126,9 +133,6 @@ class OnnxEngine(SessionEngine):
         engine = _opened(read, source, graph, settings, config)
         engine.state_layers = use.state_layers
         _check_logits(engine, path)
-        if engine.facts.device != "cpu":
-            with closed_on_failure(engine):
-                _check_device(engine)
         if engine.facts.device == "cpu" and not settings.has_classes:
             if reproducible:
                 engine.close()
@@ -249,12 +253,6 @@ class OnnxEngine(SessionEngine):
             whole[0, :, : values.shape[1]] = values
             if self._settings.provider != "cpu":
                 buffer.update_inplace(whole)
-
-    def _truncate(self, to_length: int, sequence: int) -> None:
-        """Cells beyond a sequence's length are overwritten before they are read."""
-
-    def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
-        """The path of a chain is its beginning, which is in place."""
 
     def _copy(self, source: int, destination: int) -> None:
         length = self._book.lengths[source]
@@ -396,22 +394,3 @@ def _check_logits(engine: Engine, path: Path) -> None:
         engine.close()
         raise ModelFileError(f"{path} is not a usable model: {fault}. Download or export it again")
     engine.rollback(0)
-
-
-def _check_device(engine: Engine) -> None:
-    """Raises CapabilityError where a wide pass of an empty `engine` has other logits than narrow ones; empties it.
-
-    Such a device reports no error. Seen with ONNX Runtime's WebGPU (plugin 0.4.0, on a software device): passes of 32
-    rows and more gave wrong logits.
-    """
-    facts, found = engine.facts, []
-    ids = np.random.default_rng(0).integers(0, engine.vocabulary.size, min(WIDE, facts.max_batch)).astype(np.int32)
-    for rows in (ids.size, NARROW):
-        for start in range(0, ids.size, rows):
-            logits = engine.forward(Batch.chain(ids[start : start + rows], last_only=True))
-        found.append(logits[-1].copy())
-        engine.rollback(0)
-    if not np.abs(found[0] - found[1]).max() <= TOLERANCE * found[1].std():
-        raise CapabilityError(
-            f"{facts.device} gives wrong results for this model: use --provider cpu, or another export"
-        )

@@ -22,8 +22,7 @@ from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.graph import read_graph
 from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.kernel_head import KernelHead
-from edgespec.engines.onnx.library import run_options, translated
-from edgespec.engines.onnx.sessions import open_session
+from edgespec.engines.onnx.library import open_session, run_options, translated
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import TILE_ROWS, Source, packed_tiles
 from edgespec.errors import CapabilityError, EngineError, ModelFileError
@@ -362,28 +361,10 @@ class MedusaHead(DraftHead):
         states, scores = self._graph.run(state=self._state, embedded=self._text.embed(np.array([token_id])))
         return self._text.scored.logits(states, scores), None
 
-    def rollback(self, to_end: int) -> None:
-        """There is no cache."""
-
-    def drop_before(self, start: int) -> None:
-        """There is no cache."""
-
-    def restart(self, position: int) -> None:
-        """There is no cache."""
-
     def another(self, sequence: int) -> MedusaHead:
         found = copy(self)
         found._text = self._text.another()
         return found
-
-    def cancel(self) -> None:
-        """A draft takes less than a millisecond."""
-
-    def clear_cancel(self) -> None:
-        """See `cancel`."""
-
-    def close(self) -> None:
-        """The graph goes with the last text."""
 
 
 class _Graph:

@@ -16,8 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgespec.engines.features import WINDOW
-from edgespec.engines.head import BYTES_PER_FEATURE
+from edgespec.engines.head import BYTES_PER_FEATURE, WINDOW
 from edgespec.engines.model_use import DEFAULT_CONTEXT, Footprint, ModelUse
 from edgespec.engines.onnx.graph import (
     ATTENTION,
@@ -29,8 +28,7 @@ from edgespec.engines.onnx.graph import (
     read_graph,
     tensor_bytes,
 )
-from edgespec.engines.onnx.hybrid_engine import running_bytes
-from edgespec.engines.onnx.kernel_engine import num_chunks
+from edgespec.engines.onnx.kernel_engine import num_chunks, running_bytes
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.engines.onnx.source import CHUNK_BYTES, GgufFile, Source, open_source
 from edgespec.formats.gguf.header import once
@@ -122,15 +120,9 @@ def _of_source(source: Source, use: ModelUse) -> Footprint:
         context_length=settings.context_length,
         sequences=use.max_sequences,
         grows=bool(graph.head_sizes),
+        cache_type=settings.cache_type_k,
     )
     return found if use.provider in ("auto", "cpu") else _on_device(found, files)
-
-
-def cache_type(path: Path, use: ModelUse) -> str:
-    """What its keys and values are stored as."""
-    source = open_source(path)
-    graph, _ = once("onnx products False None False False", path, lambda: _read(source, False))
-    return OnnxSettings.checked(graph, source.config(), use).cache_type_k
 
 
 def _results_bytes(graph: Graph, products: Products, settings: OnnxSettings) -> float:

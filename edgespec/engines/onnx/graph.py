@@ -311,11 +311,16 @@ def drop_dead(graph: Any) -> None:
 
 
 def check_weight_files(graph: Any, path: Path) -> None:
-    """Raise ModelFileError for an external weight outside the graph's own folder. ONNX Runtime checks the sizes."""
+    """Raise ModelFileError for an external weight outside the graph's own folder, where ONNX Runtime reads nothing.
+
+    That checks the sizes.
+    """
     for tensor in graph.initializer:
         name = external_entry(tensor).get("location", IN_MEMORY)
         if name != IN_MEMORY and Path(name).name != name:
             raise ModelFileError(f"{path} names a weight file outside its own folder: {name!r}. Export it again")
+        if (path.parent / name).is_symlink():
+            raise ModelFileError(f"{path.parent / name} is a link: use edgespec pull, or copy the folder without links")
 
 
 def weight_bytes(graph: Any) -> int:

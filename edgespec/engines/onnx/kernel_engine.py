@@ -2,6 +2,10 @@
 
 Rows say where they belong (`formats.onnx.tiles.ROWS`), so a pass takes chains and trees of any sequences. The cache
 (`KernelCache`) is memory of ours, which is touched only as far as texts reach.
+Hybrids have layers with a running state beside those with keys and values. The kernels add a row to a state only when
+later rows have been scored, so what a draft's rejected rows would have made of it never exists: dropping them costs
+nothing, in trees as well, and leaves the bits of a text without drafts. Further back, a text returns to copies of its
+states: at checkpoints, and before a wide pass that is cancelled.
 """
 
 from __future__ import annotations
@@ -13,18 +17,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import USUAL_SLOWDOWN, EngineFacts, check_threads
+from edgespec.engines.booked import Checkpoints, SequenceBook, SequenceRows
 from edgespec.engines.model_files import HeldFiles, StateStamp
-from edgespec.engines.model_use import DEFAULT_CONTEXT
+from edgespec.engines.model_use import DEFAULT_CONTEXT, MOST_CHECKPOINTS
 from edgespec.engines.onnx.graph import HIDDEN, LOGITS, OUTPUT_ROWS, Graph, read_graph
-from edgespec.engines.onnx.library import run_options, version
-from edgespec.engines.onnx.sessions import Bindings, SessionEngine, open_session
+from edgespec.engines.onnx.library import Bindings, RunSwitch, SessionEngine, open_session, run_options, version
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import GgufFile, Source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
-from edgespec.engines.rows import SequenceBook, SequenceRows
-from edgespec.errors import CapabilityError, StateError
-from edgespec.formats.onnx.tiles import CACHE, FEATURES, ROWS
-from edgespec.kernels.interface import CHUNK, KernelCache, kernels, path
+from edgespec.errors import BatchError, CapabilityError, StateError
+from edgespec.formats.onnx.tiles import CACHE, FEATURES, ROWS, STATES
+from edgespec.kernels.interface import (
+    CHUNK,
+    NO_FLOOR,
+    KernelCache,
+    KernelStates,
+    StateSizes,
+    kernels,
+    path,
+    states_bytes,
+)
 from edgespec.types import Batch, Logits, TokenIds
 from edgespec.vocabulary import Vocabulary
 
@@ -49,6 +61,7 @@ class KernelEngine(SessionEngine):
         Raises CapabilityError for a device or a size that the kernels do not have.
         """
         self._options = run_options()
+        self._cancel = RunSwitch(self._options)
         # The kernels have threads of their own.
         session = open_session(
             graph.serialised, source.folder, threads=1, provider=settings.provider, arrays=source.arrays()
@@ -190,9 +203,6 @@ class KernelEngine(SessionEngine):
         if self._hidden_size:
             binding.bind_output(HIDDEN, "cpu", 0, np.float32, (1, width, self._hidden_size), self._hidden.ctypes.data)
 
-    def _truncate(self, to_length: int, sequence: int) -> None:
-        """Cells beyond a sequence's length are written before they are read."""
-
     def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
         """The branch that is kept moves to the cells of its positions."""
         moved = [(position, row) for position, row in enumerate(path) if position != row]
@@ -235,3 +245,114 @@ class KernelEngine(SessionEngine):
 def num_chunks(context_length: int) -> int:
     """Chunks of cells for a text of so many tokens, and for the rows of a tree that are dropped again."""
     return -(-(context_length + CHUNK // 4) // CHUNK)
+
+
+LOG = 32  # rows of a pass that a text can drop
+
+
+class HybridEngine(KernelEngine):
+    """As `KernelEngine`; a text drops any of its last pass's rows, up to LOG, or returns to a checkpoint or to 0."""
+
+    def __init__(
+        self,
+        source: Source,
+        graph: Graph,
+        settings: OnnxSettings,
+        config: ModelConfig,
+        vocabulary: Vocabulary | None = None,
+    ) -> None:
+        super().__init__(source, graph, settings, config, vocabulary)
+        self._states = KernelStates(graph.states, settings.max_sequences, LOG)
+        self._named[STATES] = np.array([self._states.number])
+        self._checkpoints = Checkpoints()
+        self.facts = replace(self.facts, can_rollback=False, rollback_rows=LOG - 1, has_checkpoints=True)
+
+    def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
+        for part in placed.values():
+            if part.is_tree and len(part.rows) > LOG:
+                raise BatchError(f"a tree of {len(part.rows)} rows was given, a {self.facts.architecture} takes {LOG}")
+        before: dict[int, NDArray[np.uint8]] = {}
+        for sequence, part in placed.items():
+            if part.base + len(part.rows) - self._states.floors[sequence] > LOG:
+                self._keep_floor(sequence)
+            if part.base and len(part.rows) > LOG:  # its first rows are added at once
+                before[sequence] = self._states.read(sequence, part.base)
+        try:
+            return super()._score(batch, placed)
+        except BaseException:
+            for sequence, state in before.items():
+                self._states.write(sequence, placed[sequence].base, state)
+            raise
+
+    def _keep_floor(self, sequence: int) -> None:
+        """Copy the state at the floor of a sequence, which then has none."""
+        floor = int(self._states.floors[sequence])
+        self._checkpoints.add(floor, sequence, lambda: self._states.read(sequence, floor))
+        self._states.floors[sequence] = NO_FLOOR
+
+    def _start(self, sequence: int) -> int:
+        """The shortest length that the log of a sequence reaches."""
+        return self._states.start(sequence) if self._book.lengths[sequence] else 0
+
+    def _truncate(self, to_length: int, sequence: int) -> None:
+        if 0 < to_length < self._start(sequence):
+            state = self._checkpoints.at(to_length, sequence)
+            if state is None:
+                raise CapabilityError(
+                    f"{self.facts.architecture} models keep a running state that cannot be rolled back to {to_length} "
+                    f"of {self._book.lengths[sequence]} tokens, only to {self._start(sequence)} and more, or 0"
+                )
+            self._states.write(sequence, to_length, state)
+        self._checkpoints.shorten(to_length, sequence)
+        if to_length < self._states.floors[sequence]:
+            self._states.floors[sequence] = NO_FLOOR
+
+    def checkpoint(self, sequence: int = 0) -> None:
+        """The length becomes the floor of the log, and its state is copied once the log has no room for both."""
+        self._require_open()
+        self._book.check_settled(sequence)
+        if length := self._book.lengths[sequence]:
+            self._states.floors[sequence] = length
+
+    def reachable(self, to_length: int, sequence: int = 0) -> int:
+        return to_length if to_length >= self._start(sequence) else self._checkpoints.latest(to_length, sequence)
+
+    def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
+        super()._keep(part, path, sequence)
+        places = part.base + np.arange(len(path), dtype=np.int32)
+        self._states.move(sequence, places, part.base + np.array(path, np.int32))
+
+    def _copy(self, source: int, destination: int) -> None:
+        super()._copy(source, destination)
+        self._states.copy(source, destination)
+        self._checkpoints.fork(source, destination)
+
+    def _state(self, sequence: int) -> memoryview:
+        keys_and_values, length = super()._state(sequence), self._book.lengths[sequence]
+        if not length:
+            return keys_and_values
+        return np.concatenate([np.frombuffer(keys_and_values, np.uint8), self._states.read(sequence, length)]).data
+
+    def _restore(self, state: memoryview, length: int, sequence: int) -> None:
+        split = len(state) - self._states.state_bytes if length else len(state)
+        if split < 0:
+            raise StateError("this saved sequence is damaged: it has no running state; start from the prompt instead")
+        super()._restore(state[:split], length, sequence)
+        self._checkpoints.shorten(0, sequence)
+        self._states.floors[sequence] = NO_FLOOR
+        if length:
+            self._states.write(sequence, length, np.frombuffer(state[split:], np.uint8))
+
+    def _free(self) -> None:
+        super()._free()
+        self._states.close()
+
+
+def running_bytes(states: tuple[StateSizes, ...], sequences: int) -> int:
+    """Memory of the running states of so many sequences, with their checkpoints and a copy during a wide pass."""
+    if not states:
+        return 0
+    copied = sum(
+        4 * (each.value_heads * each.head_size * each.value_size + (each.taps - 1) * each.channels) for each in states
+    )
+    return (states_bytes(states, sequences, LOG) or 0) + sequences * (MOST_CHECKPOINTS + 1) * copied

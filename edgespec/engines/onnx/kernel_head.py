@@ -17,7 +17,7 @@ from edgespec.engines.head import DraftHead, HeadFacts, States
 from edgespec.engines.model_use import DEFAULT_CONTEXT
 from edgespec.engines.onnx.graph import HIDDEN, LOGITS, read_graph
 from edgespec.engines.onnx.kernel_engine import KernelEngine
-from edgespec.engines.onnx.sessions import open_session
+from edgespec.engines.onnx.library import open_session
 from edgespec.engines.onnx.source import GgufFile
 from edgespec.errors import BatchError, CapabilityError, VocabularyMismatch
 from edgespec.formats.gguf.check import is_gemma4_drafter

@@ -1,31 +1,34 @@
-"""The only module that imports onnxruntime: what it offers on this machine, and its exceptions as ours."""
+"""The only module that imports onnxruntime: what it offers on this machine, its sessions, its exceptions as ours."""
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from io import StringIO
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+from weakref import WeakSet
 
-from edgespec.errors import Cancelled, EngineError
-from edgespec.installation import IMPORT_FAILURES, NO_TELEMETRY, not_importable
+from numpy.typing import NDArray
+
+from edgespec.engines.booked import BookedEngine
+from edgespec.engines.model_files import HeldFiles
+from edgespec.errors import Cancelled, CapabilityError, ConfigError, EngineError, ModelFileError
+from edgespec.formats.onnx.tiles import PRODUCT
+from edgespec.installation import IMPORT_FAILURES, NO_TELEMETRY, install_command, not_importable
+from edgespec.kernels.interface import held
+from edgespec.kernels.library import library_path
 
 # Best first. Ours are onnxruntime's names of the memory of the devices.
 PROVIDERS = {
     "cuda": "CUDAExecutionProvider",
-    "dml": "DmlExecutionProvider",
-    "webgpu": "WebGpuExecutionProvider",
     "cpu": "CPUExecutionProvider",
 }
 ERRORS_ONLY = 3
-# A provider in a package of its own, which is added to the installed onnxruntime: Direct3D 12, Metal, Vulkan.
-# https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries/
-PLUGIN, PLUGIN_MODULE = "webgpu", "onnxruntime_ep_webgpu"
-failures: dict[str, str] = {}  # by our name of a provider: why its plugin is of no use here
 
 
 @cache
@@ -52,38 +55,10 @@ def version() -> str:
 
 
 @cache
-def _built_in() -> tuple[str, ...]:
-    return tuple(library().get_available_providers())
-
-
 def installed_providers() -> tuple[str, ...]:
     """Our names of the devices that this build of ONNX Runtime supports, best first; the machine may lack them."""
-    available = _built_in()  # first: a plugin that is registered stands among them, with a device or without
-    devices = plugin_devices(library())
-    return tuple(name for name, provider in PROVIDERS.items() if provider in available or name in devices)
-
-
-@cache
-def plugin_devices(onnxruntime: Any) -> Mapping[str, Any]:
-    """By our name of the plugin's provider: its first device on this machine; empty without one.
-
-    It is registered, once, and stays in the process. Its library reports what it lacks by exceptions of many kinds, and
-    none of them may keep the CPU from working.
-    """
-    if find_spec(PLUGIN_MODULE) is None:
-        return {}
-    plugin = import_module(PLUGIN_MODULE)
-    try:
-        onnxruntime.register_execution_provider_library(f"edgespec-{PLUGIN}", plugin.get_library_path())
-    except Exception as exc:  # of the runtime: another version, a library that a system lacks
-        failures[PLUGIN] = " ".join(str(exc).split())
-        return {}
-    names = plugin.get_ep_names()
-    for device in onnxruntime.get_ep_devices():
-        if device.ep_name in names:
-            return {PLUGIN: device}
-    failures[PLUGIN] = "it finds no GPU"
-    return {}
+    available = library().get_available_providers()
+    return tuple(name for name, provider in PROVIDERS.items() if provider in available)
 
 
 def device_identity(name: str) -> str:
@@ -91,22 +66,15 @@ def device_identity(name: str) -> str:
 
     `name`: ours of a provider. Two devices of one kind differ by their own names, where the driver gives these.
     """
-    if name not in PROVIDERS or name == "cpu":
+    if name == "cpu":
         return ""
-    built_in = (each for each in library().get_ep_devices() if each.ep_name == PROVIDERS[name])
-    found = plugin_devices(library()).get(name) or next(built_in, None)
+    found = next((each for each in library().get_ep_devices() if each.ep_name == PROVIDERS[name]), None)
     if found is None:
         return name
     device = found.device
     # Not where the provider's library lies, which another environment changes.
     versions = sorted((key, value) for key, value in found.ep_metadata.items() if key != "library_path")
     return f"{versions} {sorted(device.metadata.items())} {device.vendor} {device.vendor_id} {device.device_id}"
-
-
-def is_hardware(name: str) -> bool:
-    """Whether our provider `name` is more than software that acts as a GPU, which is slower than the CPU's provider."""
-    found = plugin_devices(library()).get(name)
-    return found is None or not str(found.device.type).endswith("CPU")
 
 
 @cache
@@ -149,3 +117,177 @@ def translated(run_options: Any) -> Iterator[None]:
             run_options.terminate = False
             raise Cancelled("the pass was cancelled; the cache is as before") from exc
         raise EngineError(f"ONNX Runtime failed in a pass: {' '.join(str(exc).split())}") from exc
+
+
+Arrays = Mapping[str, NDArray[Any]]
+NO_ARRAYS: Arrays = MappingProxyType({})
+_made: WeakSet[Any] = WeakSet()
+MAX_BINDINGS = 512
+
+
+def providers_for(provider: str) -> tuple[str, ...]:
+    """The one `provider`, or for "auto" all that are installed: the best first, the CPU last.
+
+    Raises ConfigError for an unknown name, CapabilityError for one that is not installed.
+    """
+    installed = installed_providers()
+    if provider != "auto" and provider not in PROVIDERS:
+        raise ConfigError(f"provider {provider!r} is not known; allowed: auto, {', '.join(PROVIDERS)}")
+    if provider != "auto" and provider not in installed:
+        raise CapabilityError(
+            f"{provider} cannot be used: it is not in this build of ONNX Runtime, which has: {', '.join(installed)}. "
+            f"For an NVIDIA GPU: {install_command('gpu')}; on others take the GGUF, which llama.cpp runs there"
+        )
+    return (provider,) if provider != "auto" else installed
+
+
+def open_session(
+    graph: bytes,
+    folder: Path,
+    *,
+    threads: int,
+    provider: str,
+    arrays: Arrays = NO_ARRAYS,
+    is_trial: bool = False,
+) -> Any:
+    """A session of a serialised graph whose weights are in `folder` or `arrays`, on one of `providers_for`.
+
+    `is_trial`: the graph is not optimised, nor are its weights packed. Raises CapabilityError for a provider that lacks
+    an operator of this model, ModelFileError for a bad model.
+    """
+    ort, options = library(), library().SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = ERRORS_ONLY + 1
+    entries = {"session.model_external_initializers_file_folder_path": str(folder)}
+    # Threads that spin after a pass slow the other model of the pair down: a round took 57 ms instead of 8.
+    entries["session.force_spinning_stop"] = "1"
+    if is_trial:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        entries["session.disable_prepacking"] = "1"
+    if provider != "cpu":
+        # Otherwise operators that the device lacks would silently run on the CPU, with copies in between.
+        entries["session.disable_cpu_ep_fallback"] = "1"
+    for name, value in entries.items():
+        options.add_session_config_entry(name, value)
+    if (kernels := library_path()) is not None:
+        options.register_custom_ops_library(str(kernels))
+    if arrays:  # a GGUF. Else a second pass of one width gets a block for all results, beside those of the first.
+        options.enable_mem_pattern = False
+    try:
+        if provider == "cuda":
+            load_cuda()
+        with _given(graph, arrays, options) if arrays else nullcontext(graph) as made:
+            session = ort.InferenceSession(made, options, providers=[PROVIDERS[provider]])
+    except failures_of_library() as exc:
+        said = " ".join(str(exc).split())
+        if provider == "cpu":
+            raise ModelFileError(f"ONNX Runtime refused the model in {folder}: {said}. Export it again") from exc
+        raise CapabilityError(
+            f"this model cannot run on {provider}: {reason(provider, graph, said)}. Use --provider cpu"
+        ) from exc
+    if arrays:  # it reads them as long as it lives, and holds no reference to them
+        session.edgespec_weights = arrays
+    _made.add(session)
+    return session
+
+
+@contextmanager
+def _given(graph: bytes, arrays: Arrays, options: Any) -> Iterator[bytes]:
+    """The graph as a session can be made of it with `options` while this lasts; it takes those `arrays` that it names.
+
+    Tiles are read where they are, other arrays are copied.
+    """
+    import onnx
+
+    model = onnx.ModelProto.FromString(graph)
+    own = [tensor for tensor in model.graph.initializer if tensor.name in arrays]
+    packed = {t.name: arrays[t.name] for t in own if t.data_type == t.UINT8}
+    others = {t.name: library().OrtValue.ortvalue_from_numpy(arrays[t.name]) for t in own if t.name not in packed}
+    if others:
+        options.add_external_initializers(list(others), list(others.values()))
+    with held(packed) as numbers:
+        for tensor in own:
+            if tensor.name in numbers:
+                tensor.CopyFrom(onnx.TensorProto(name=tensor.name, data_type=tensor.UINT8, dims=[8]))
+                tensor.raw_data = numbers[tensor.name]
+        yield model.SerializeToString()
+
+
+class Bindings:
+    """What the passes of a model read and write, by their shapes, in `session`."""
+
+    def __init__(self, session: Any, run_options: Any) -> None:
+        self.session, self._options = session, run_options
+        self._made: dict[tuple[int, ...], Any] = {}
+
+    def of(self, shape: tuple[int, ...], bind: Callable[..., None]) -> Any:
+        """That of a pass of this shape, which `bind(binding, *shape)` fills."""
+        if len(self._made) >= MAX_BINDINGS:
+            self._made.clear()
+        found = self._made.get(shape)
+        if found is None:
+            found = self.session.io_binding()
+            bind(found, *shape)
+            self._made[shape] = found
+        return found
+
+    def run(self, binding: Any, *, on_device: bool = False) -> None:
+        """One pass. Raises Cancelled, EngineError."""
+        with translated(self._options):
+            self.session.run_with_iobinding(binding, self._options)
+            if on_device:
+                binding.synchronize_outputs()  # else the cache may be read before the device has written it
+
+    def close(self) -> None:
+        """Let go of the session."""
+        self._made.clear()
+        del self.session
+
+
+class RunSwitch:
+    """Ends passes with these options."""
+
+    def __init__(self, run_options: Any) -> None:
+        self._options = run_options
+
+    def is_set(self) -> bool:
+        return bool(self._options.terminate)
+
+    def set(self) -> None:
+        self._options.terminate = True
+
+    def clear(self) -> None:
+        self._options.terminate = False
+
+
+class SessionEngine(BookedEngine):
+    """One ONNX model. Logits stay valid until the next `forward`. `_options`: of all its passes."""
+
+    states_of = "all rows"  # they are taken before the head keeps those whose logits are wanted
+    _options: Any
+    _held: HeldFiles
+    _has_hidden: bool
+
+    def give_hidden_states(self, wanted: bool) -> None:
+        """As in the base class; a graph that has them as an output computes them in every pass, at no cost."""
+        self._require_open()
+        if wanted and not self._has_hidden:
+            raise CapabilityError("this model was loaded without hidden states: load it with hidden_states=True")
+
+
+def reason(name: str, graph: bytes, said: str) -> str:
+    """Why `graph` cannot run on `name`, of which ONNX Runtime `said` something."""
+    if PRODUCT.encode() in graph:
+        return "edgespec's own kernels run on processors only; export it with --quant int4 or int8"
+    missing = load_cuda() if name == "cuda" else ""
+    return f"{missing} ({said})" if missing else said
+
+
+def _keep_in_fork() -> None:
+    """A session that is freed waits for its threads to end, and in a fork they do not exist: it stays for ever."""
+    for session in list(_made):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_in_fork)

@@ -9,7 +9,7 @@ from typing import Any, Self
 from edgespec.engines.model_use import DEFAULT_CONTEXT, ModelUse
 from edgespec.engines.onnx.graph import Graph
 from edgespec.errors import ConfigError, ModelFileError
-from edgespec.formats.hub_folder import read_json
+from edgespec.formats.checkpoint import read_json
 from edgespec.platform.machine import default_threads, is_x86
 
 LOGITS_BYTES = 32 << 20

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from edgespec.engines.onnx.graph import HIDDEN, LOGITS, Graph, check_weight_files, read_graph
-from edgespec.engines.onnx.sessions import open_session
+from edgespec.engines.onnx.library import open_session
 from edgespec.engines.onnx.settings import CONFIGS, ModelConfig
 from edgespec.engines.onnx.tokenizer import TokenizerFile, tokenizer_file
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelNotFound, StateError

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError, PromptError
-from edgespec.formats.hub_folder import chat_template, read_optional_json
+from edgespec.formats.checkpoint import chat_template, read_optional_json
 from edgespec.installation import IMPORT_FAILURES, not_importable
 from edgespec.platform.memory import return_freed_memory
 from edgespec.vocabulary import FIM_END_NAMES, FimTokens, Vocabulary, end_names

@@ -10,17 +10,15 @@ import ctypes
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import gguf
 import numpy as np
 from gguf.quants import quantize
-from numpy.typing import NDArray
 
 from edgespec.engines.llamacpp.library import complaints, forget_complaints, library, uninterrupted
 from edgespec.errors import ConfigError, ModelFileError
@@ -32,9 +30,7 @@ from edgespec.formats.architectures import (
     Tensor,
     apply,
     architecture_of,
-    canonical_name,
     layer_kinds,
-    layer_number,
     llama3_frequency_factors,
     rotary_settings,
     window_frequency_base,
@@ -93,61 +89,33 @@ def convert(
         }
         tensors |= rotary_tensors(checkpoint, sizes)
 
-    def describe(writer: gguf.GGUFWriter) -> None:
-        with settings_of(checkpoint.folder):
-            write_hyperparameters(writer, checkpoint, found, sizes)
-        write_tokenizer(writer, checkpoint, sizes.vocabulary)
-
     called = name or checkpoint.folder.name
-    return write_gguf(output, found.name, called, describe, tensors, output_type, licence=licence, progress=progress)
-
-
-def write_gguf(
-    output: Path,
-    architecture: str,
-    name: str,
-    describe: Callable[[gguf.GGUFWriter], None],
-    tensors: Tensors,
-    output_type: OutputType,
-    *,
-    licence: str | None = None,
-    indices: Mapping[str, NDArray[np.int64]] = MappingProxyType({}),
-    progress: Progress = no_progress,
-) -> Path:
-    """Write the header with all tensor infos, then stream the data, one tensor in memory at a time.
-
-    `name`: of the model; `describe` writes the metadata of architecture and tokenizer; `indices` are stored unchanged,
-    after the `tensors`. Raises StateError if `output` cannot be written.
-    """
     wanted, file_type = OUTPUT_TYPES[output_type]
     stored = {tensor: stored_type(shape, wanted) for tensor, (shape, _) in tensors.items()}
     with atomic_file(output) as temporary:
-        writer = gguf.GGUFWriter(temporary, architecture)
+        writer = gguf.GGUFWriter(temporary, found.name)
         try:
-            writer.add_name(name)
+            writer.add_name(called)
             if licence is not None:
                 writer.add_license(licence)
             writer.add_file_type(file_type)
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-            describe(writer)
+            with settings_of(checkpoint.folder):
+                write_hyperparameters(writer, checkpoint, found, sizes)
+            write_tokenizer(writer, checkpoint, sizes.vocabulary)
             for tensor, (shape, _) in tensors.items():
                 block, block_bytes = gguf.GGML_QUANT_SIZES[stored[tensor]]
                 size = math.prod(shape) // block * block_bytes
                 writer.add_tensor_info(tensor, shape, np.dtype(np.float32), size, stored[tensor])
-            for tensor, array in indices.items():
-                kind = gguf.GGMLQuantizationType.I64
-                writer.add_tensor_info(tensor, array.shape, array.dtype, array.nbytes, kind)
             writer.write_header_to_file()
             try:
                 writer.write_kv_data_to_file()
             except (OverflowError, struct.error) as exc:
-                raise ModelFileError(f"{name} has a setting that GGUF cannot hold: {exc}") from exc
+                raise ModelFileError(f"{called} has a setting that GGUF cannot hold: {exc}") from exc
             writer.write_ti_data_to_file()
-            for done, (tensor, (_, load)) in enumerate(tensors.items()):
+            for done, (tensor, (_, load)) in enumerate(tensors.items()):  # one in memory at a time
                 progress(done, len(tensors), tensor)
                 writer.write_tensor_data(_quantised(load(), stored[tensor], tensor))
-            for array in indices.values():
-                writer.write_tensor_data(array)
             progress(len(tensors), len(tensors), "done")
         finally:
             writer.close()
@@ -178,32 +146,31 @@ def plan_tensors(checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> d
     for source in checkpoint.names():
         if source.endswith(BUFFERS) or (source == HEAD and found.is_tied(checkpoint.config)):
             continue
-        name = canonical_name(found, source)
+        # Checkpoints saved from the bare model lack the prefix.
+        name = source if source.startswith((found.optional_prefix, "lm_head.")) else found.optional_prefix + source
         where = f"{checkpoint.tensors[source].file}: tensor {source}"
         if name not in needed:
             raise ModelFileError(f"{where} has no place in a {found.name} model of {sizes.layers} layers")
-        tensor, shape = needed.pop(name), checkpoint.shape(source)
+        (tensor, own), shape = needed.pop(name), checkpoint.shape(source)
         if shape != (wanted := sizes.shape(tensor.shape)):
             raise ModelFileError(f"{where} has the shape {shape}, config.json implies {wanted}")
         checkpoint.check_type(source)
-        place = layer_number(found, name)
-        own = tensor.name if place is None else f"blk.{place[0]}.{tensor.name}"
         plan[own] = Planned(source, tensor, shape[::-1] if tensor.change == TRANSPOSE else shape)
     if needed:
         raise ModelFileError(f"{checkpoint.folder} lacks {len(needed)} tensors, the first is {next(iter(needed))}")
     return plan
 
 
-def _places(checkpoint: Checkpoint, found: Architecture, layers: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, row of the table) of every tensor that there must be."""
+def _places(checkpoint: Checkpoint, found: Architecture, layers: int) -> Iterator[tuple[str, tuple[Tensor, str]]]:
+    """(name, (row of the table, GGUF name)) of every tensor that there must be."""
     for name, tensor in found.outer.items():
         if name != HEAD or not found.is_tied(checkpoint.config):
-            yield name, tensor
+            yield name, (tensor, tensor.name)
     flags = {rest: flag for rest in found.layer for begin, flag in _BIASES.items() if rest.startswith(begin)}
     for layer in range(layers):
         for rest, tensor in found.layer.items():
             if not tensor.is_optional or checkpoint.config.get(flags[rest]):
-                yield f"{found.layer_prefix}{layer}.{rest}", tensor
+                yield f"{found.layer_prefix}{layer}.{rest}", (tensor, f"blk.{layer}.{tensor.name}")
 
 
 def rotary_tensors(checkpoint: Checkpoint, sizes: Sizes) -> Tensors:

@@ -18,7 +18,7 @@ import gguf
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.errors import ModelFileError
 from edgespec.export.check import PROBE_TEXTS, read_tokenizer
-from edgespec.formats.checkpoint import Checkpoint
+from edgespec.formats.checkpoint import Checkpoint, chat_template, read_json
 from edgespec.formats.gguf.tokenizer import (
     SPACE,
     SPLIT_AT_MARKS,
@@ -27,7 +27,6 @@ from edgespec.formats.gguf.tokenizer import (
     is_spm,
     pre_tokenizer_name,
 )
-from edgespec.formats.hub_folder import chat_template, read_json
 
 Settings = dict[str, Any]
 BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}

@@ -18,7 +18,7 @@ from onnx import helper, numpy_helper
 
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.export.request import GROUP_SIZES
-from edgespec.formats.hub_folder import CHAT_TEMPLATE, chat_template, read_json
+from edgespec.formats.checkpoint import CHAT_TEMPLATE, chat_template, read_json
 from edgespec.formats.onnx import DATA, MICROSOFT, MODEL
 from edgespec.formats.onnx.forms import quantise_blocks
 from edgespec.installation import child_environment

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from edgespec.errors import ModelFileError, ModelNotFound
-from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, GgufStrings, Scalar, once, read_header
+from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, once, read_header
 
 HeadKind = Literal["eagle3", "dflash", "mtp"]
 HEAD_NAMES: Mapping[HeadKind, str] = {
@@ -42,12 +42,12 @@ _ENCODERS = ("t5", "t5encoder")  # that do not say so under attention.causal
 
 def gives_only_embeddings(header: GgufHeader) -> bool:
     """Whether a model reads a whole text at once, and its file says which of the states are the text's embedding."""
-    return _is_encoder(header) and header.metadata.get(f"{header.architecture}.pooling_type") in _POOLINGS
+    return _is_encoder(header) and header.value("pooling_type") in _POOLINGS
 
 
 def _is_encoder(header: GgufHeader) -> bool:
     # A DFlash head says so too: it reads a block of a text at once, and drafts.
-    says_so = header.metadata.get(f"{header.architecture}.attention.causal") is False
+    says_so = header.value("attention.causal") is False
     return (says_so or header.architecture in _NEVER_CAUSAL) and head_kind(header) is None
 
 
@@ -84,13 +84,13 @@ def _has_only_mtp(header: GgufHeader) -> bool:
 
 def has_mtp(header: GgufHeader) -> bool:
     """Whether a model has a multi-token prediction layer that can draft for it."""
-    count = header.metadata.get(f"{header.architecture}.nextn_predict_layers")
+    count = header.value("nextn_predict_layers")
     return header.architecture in _WITH_MTP and isinstance(count, int) and count > 0
 
 
 def main_layers(header: GgufHeader) -> int:
     """Layers of the model itself, without those that predict further tokens."""
-    counts = (header.metadata.get(f"{header.architecture}.{key}", 0) for key in ("block_count", "nextn_predict_layers"))
+    counts = (header.value(key) for key in ("block_count", "nextn_predict_layers"))
     all_layers, further = (count if isinstance(count, int) else 0 for count in counts)
     return all_layers - further
 
@@ -209,7 +209,7 @@ def _bad_shape(header: GgufHeader) -> Iterator[str]:
         "expert_used_count": (0, MAX_EXPERTS),
     }
     for name, (low, high) in limits.items():
-        values = _values(header, name)
+        values = header.listed(name)
         if name in ("block_count", "embedding_length", "context_length") and not values:
             yield f"{name} is missing"
         for value in values:
@@ -243,11 +243,3 @@ def _bad_vocabulary(header: GgufHeader) -> Iterator[str]:
             yield f"its {name} list does not fit its {len(tokens)} tokens"
     if model == "llama" and not {f"<0x{byte:02X}>".encode() for byte in range(256)} <= different:
         yield "its vocabulary lacks a token for some byte"
-
-
-def _values(header: GgufHeader, name: str) -> tuple[Scalar, ...]:
-    """What stands under an architecture's key: nothing, one number, or one per layer."""
-    found = header.metadata.get(f"{header.architecture}.{name}")
-    if found is None or isinstance(found, GgufStrings):
-        return ()
-    return found.items if isinstance(found, GgufNumbers) else (found,)

@@ -150,8 +150,19 @@ class GgufHeader:
     @property
     def context_length(self) -> int | None:
         """Tokens the model was trained for, where the file says so."""
-        found = self.metadata.get(f"{self.architecture}.context_length")
+        found = self.value("context_length")
         return found if isinstance(found, int) else None
+
+    def value(self, key: str) -> Value | None:
+        """What stands under a key of the architecture's own."""
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+    def listed(self, key: str) -> tuple[Scalar, ...]:
+        """The numbers under such a key: none, one for all layers, or one for each."""
+        found = self.value(key)
+        if isinstance(found, GgufNumbers):
+            return found.items
+        return () if found is None or isinstance(found, GgufStrings) else (found,)
 
 
 _T = TypeVar("_T")

@@ -115,9 +115,9 @@ def check_cache(name: str, drafter: GgufHeader, target: GgufHeader) -> None:
     """
     if target.architecture != GEMMA4:
         raise CapabilityError(f"head {name} drafts for a Gemma 4, and this target is a {target.architecture!r}: {_FIX}")
-    last = _num_layers(target) - 1
+    last = main_layers(target) - 1
     read = {True: last - 1, False: last}  # by whether a layer attends to a window only
-    for layer in range(_num_layers(drafter)):
+    for layer in range(len(drafter.listed(_SLIDING))):
         is_sliding = _is_sliding(drafter, layer)
         own, its = _cache_shape(drafter, layer), _cache_shape(target, read[is_sliding])
         if own != its or _is_sliding(target, read[is_sliding]) != is_sliding:
@@ -125,11 +125,6 @@ def check_cache(name: str, drafter: GgufHeader, target: GgufHeader) -> None:
                 f"head {name} reads keys and values of the shape {own}, layer {read[is_sliding]} of this target has "
                 f"{its}: {_FIX}"
             )
-
-
-def _num_layers(header: GgufHeader) -> int:
-    found = header.metadata.get(f"{header.architecture}.block_count")
-    return found if isinstance(found, int) else 0
 
 
 def _cache_shape(header: GgufHeader, layer: int) -> tuple[object, ...]:
@@ -147,10 +142,8 @@ def _is_sliding(header: GgufHeader, layer: int) -> bool:
 
 def _of_layer(header: GgufHeader, name: str, layer: int) -> object:
     """A number of all layers, or one of a list; None where there is none."""
-    found = header.metadata.get(f"{header.architecture}.{name}")
-    if isinstance(found, GgufNumbers):
-        return found.items[layer] if 0 <= layer < len(found.items) else None
-    return found
+    found = header.listed(name)
+    return found[layer] if 0 <= layer < len(found) else found[0] if len(found) == 1 else None
 
 
 class _Reader:
@@ -354,11 +347,10 @@ class _Reader:
             )
 
     def _value(self, name: str) -> Value | None:
-        return self._header.metadata.get(f"{self._header.architecture}.{name}")
+        return self._header.value(name)
 
     def _items(self, name: str) -> tuple[Scalar, ...]:
-        found = self._value(name)
-        return found.items if isinstance(found, GgufNumbers) else ()
+        return self._header.listed(name) if isinstance(self._value(name), GgufNumbers) else ()
 
     def _flag(self, name: str, *, default: bool) -> bool:
         found = self._value(name)

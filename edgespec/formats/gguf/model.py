@@ -367,7 +367,7 @@ class Reader:
                 )
 
     def _value(self, key: str) -> Any:
-        return self._header.metadata.get(f"{self._header.architecture}.{key}")
+        return self._header.value(key)
 
     def _number(self, key: str, default: float | None = None) -> float:
         found: Scalar | Any = self._value(key)

@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from edgespec.formats.onnx.experts import ExpertsGraph
+from edgespec.formats.onnx.hybrid import ExpertsGraph
 from edgespec.formats.onnx.llama import Tables, rotary_tables
 from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.formats.onnx.tiles import FEATURES, NEXT_STATES

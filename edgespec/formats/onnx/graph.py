@@ -67,12 +67,13 @@ class MemoryWriter:
 
     def add(self, name: str, values: NDArray[Any]) -> Any:
         """As `DataWriter.add`."""
-        from onnx import numpy_helper
+        from onnx import TensorProto, helper, numpy_helper
 
         if values.nbytes < INLINE_BYTES:
             return numpy_helper.from_array(values, name)
         self.arrays[name] = np.ascontiguousarray(values)
-        return tensor_in_memory(name, values)
+        kind = helper.np_dtype_to_tensor_dtype(values.dtype)
+        return point_at(TensorProto(name=name, data_type=kind, dims=values.shape), IN_MEMORY, 0, values.nbytes)
 
     def add_later(self, name: str, num_bytes: int, fill: Fill) -> Any:
         """The description of bytes that `fill` makes, before the session is opened."""
@@ -80,14 +81,6 @@ class MemoryWriter:
 
         self.later[name] = num_bytes, fill
         return point_at(TensorProto(name=name, data_type=TensorProto.UINT8, dims=[num_bytes]), IN_MEMORY, 0, num_bytes)
-
-
-def tensor_in_memory(name: str, values: NDArray[Any]) -> Any:
-    """The description (TensorProto) of `values` [any shape], which a session has to be given."""
-    from onnx import TensorProto, helper
-
-    kind = helper.np_dtype_to_tensor_dtype(values.dtype)
-    return point_at(TensorProto(name=name, data_type=kind, dims=values.shape), IN_MEMORY, 0, values.nbytes)
 
 
 def point_at(tensor: Any, location: str, offset: int, length: int) -> Any:

@@ -63,9 +63,8 @@ def llama_graph(
 def _kernel_graph(config: LlamaConfig) -> type[KernelGraph]:
     """The writer of a model's architecture; those of others than Llama's family extend `KernelGraph`."""
     from edgespec.formats.onnx.eagle import EagleConfig, EagleGraph
-    from edgespec.formats.onnx.experts import ExpertsGraph
     from edgespec.formats.onnx.gemma4 import Gemma4Config, Gemma4DrafterGraph, Gemma4Graph
-    from edgespec.formats.onnx.hybrid import HybridConfig, HybridGraph, NextnGraph
+    from edgespec.formats.onnx.hybrid import ExpertsGraph, HybridConfig, HybridGraph, NextnGraph
 
     if isinstance(config, HybridConfig):
         return NextnGraph if config.is_nextn else HybridGraph
@@ -174,12 +173,15 @@ class _Graph:
         state, total = (f"/model/{place}/output_{number}" for number in (0, 3))
         if not self._delta:
             return self._plain_norm(f"/model/{place}/LayerNorm", self._residual, self._vector(place), state)
-        inputs = [self._residual, self._delta, self._vector(place)]
-        name, epsilon = f"/model/{place}/SkipLayerNorm", self._config.norm_epsilon
-        outputs = [state] if is_last else [state, "", "", total]
-        self._nodes.add("SkipSimplifiedLayerNormalization", inputs, outputs, name, domain=MICROSOFT, epsilon=epsilon)
+        self._skip_norm(f"/model/{place}/SkipLayerNorm", self._vector(place), state, "" if is_last else total)
         self._residual = total
         return state
+
+    def _skip_norm(self, name: str, weight: str, state: str, total: str) -> None:
+        """`state`, the normed sum of residual and delta, and the sum itself, if it is wanted."""
+        inputs, outputs = [self._residual, self._delta, weight], [state, "", "", total] if total else [state]
+        epsilon = self._config.norm_epsilon
+        self._nodes.add("SkipSimplifiedLayerNormalization", inputs, outputs, name, domain=MICROSOFT, epsilon=epsilon)
 
     def _plain_norm(self, name: str, value: str, weight: str, output: str) -> str:
         epsilon = self._config.norm_epsilon
@@ -330,16 +332,9 @@ class KernelGraph(_Graph):
     def _stored(self, name: str) -> str:
         return self._nodes.store(name, self._form.vector(name))
 
-    def _norm(self, place: str, *, is_last: bool = False) -> str:
-        state, total = (f"/model/{place}/output_{number}" for number in (0, 3))
-        if not self._delta:
-            return self._plain_norm(f"/model/{place}/LayerNorm", self._residual, self._vector(place), state)
-        inputs = [self._residual, self._vector(place), self._delta]
-        outputs = [state] if is_last else [state, total]
-        epsilon = self._config.norm_epsilon
-        self._nodes.add(NORM, inputs, outputs, f"/model/{place}/SkipLayerNorm", domain=DOMAIN, epsilon=epsilon)
-        self._residual = total
-        return state
+    def _skip_norm(self, name: str, weight: str, state: str, total: str) -> None:
+        inputs, outputs = [self._residual, weight, self._delta], [state, total] if total else [state]
+        self._nodes.add(NORM, inputs, outputs, name, domain=DOMAIN, epsilon=self._config.norm_epsilon)
 
     def _plain_norm(self, name: str, value: str, weight: str, output: str, epsilon: float | None = None) -> str:
         epsilon = epsilon or self._config.norm_epsilon

@@ -1,36 +1,128 @@
-"""A llama.cpp model that runs in a child process, because ggml ends a process whose RPC server is lost.
+"""llama.cpp's RPC: a model on the devices of servers, and serving devices.
 
-With a child all texts that are cached in it are lost: their sequences are empty then, and must be rolled back to 0
-before they are used again, as `CachedSequence.reconcile` does. The next call starts another child, which loads the
-model again.
+The model runs in a child process, because ggml ends a process whose RPC server is lost. With a child all texts that are
+cached in it are lost: their sequences are empty then, and must be rolled back to 0 before they are used again, as
+`CachedSequence.reconcile` does. The next call starts another child, which loads the model again.
 """
 
 from __future__ import annotations
 
+import ctypes
+import socket
+import struct
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.config.values import split_endpoint
 from edgespec.contained import Child, ChildEnded
 from edgespec.engines.base import Engine, EngineFacts, check_threads
-from edgespec.engines.booked import BookedEngine
-from edgespec.engines.llamacpp.library import CancelFlag
-from edgespec.engines.llamacpp.rpc import add_servers, ask_all, require_rpc
+from edgespec.engines.booked import BookedEngine, SequenceBook, SequenceRows
+from edgespec.engines.llamacpp.devices import devices, function, gpus, handles_of
+from edgespec.engines.llamacpp.library import CancelFlag, library
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.model_files import StateStamp
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.rows import SequenceBook, SequenceRows
-from edgespec.errors import Cancelled, StateError, Unreachable
+from edgespec.errors import Cancelled, CapabilityError, StateError, Unreachable
 from edgespec.formats.gguf.check import model_files
+from edgespec.installation import build_command
 from edgespec.types import Batch, Logits
+
+TIMEOUT_S = 3.0
+# The beginning of ggml's protocol (ggml-rpc.cpp): a command, the size of what follows, and no capabilities beyond TCP;
+# the size of an answer to it.
+_HELLO, _ANNOUNCED = struct.pack("<BQ24x", 14, 24), struct.pack("<Q", 28)
+
+
+def ask_all(endpoints: Sequence[str], timeout_s: float = TIMEOUT_S) -> None:
+    """Ask all servers at once. Raises Unreachable for the first that does not answer."""
+    with ThreadPoolExecutor(len(endpoints) or 1) as pool:
+        list(pool.map(partial(ask, timeout_s=timeout_s), endpoints))
+
+
+def ask(endpoint: str, timeout_s: float = TIMEOUT_S) -> None:
+    """Raises Unreachable, with the reason and the fix, where no RPC server answers at `endpoint`.
+
+    Asked before llama.cpp connects: it would wait for a busy server for ever, and end the process where one is lost.
+    """
+    try:
+        with socket.create_connection(split_endpoint(endpoint), timeout_s) as connection:
+            connection.settimeout(timeout_s)
+            connection.sendall(_HELLO)
+            if connection.makefile("rb").read(8) != _ANNOUNCED:
+                raise ConnectionError("what answers there is no RPC server of a matching version of llama.cpp")
+    except OSError as exc:
+        why, fix = exc.strerror or str(exc), "check the address, and that edgespec rpc-server runs there"
+        if isinstance(exc, TimeoutError):
+            why = f"no answer within {timeout_s:g} s"
+            fix = "a server takes one program at a time: end the other one, or start the server again if it hangs"
+        raise Unreachable(f"the RPC server {endpoint} does not answer: {why}. Fix: {fix}") from exc
+
+
+def require_rpc(what: str) -> None:
+    """Raises CapabilityError, with the command that builds it, where llama.cpp has no RPC backend."""
+    if not library().llama_supports_rpc():
+        raise CapabilityError(
+            f"{what} needs llama.cpp with its RPC backend, which this build does not have. Build it (4 to 10 minutes "
+            f"on two cores): {build_command('rpc')}"
+        )
+
+
+def add_servers(endpoints: Sequence[str]) -> None:
+    """Add the devices of RPC servers to those of this process.
+
+    ggml ends the process where one does not answer, now or later: call it in a child process. Raises CapabilityError.
+    """
+    require_rpc("--rpc")
+    add = _rpc_function("ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p)
+    register = function("ggml_backend_register", None, ctypes.c_void_p)
+    for endpoint in endpoints:
+        added = add(endpoint.encode())
+        if not added:
+            raise CapabilityError(f"the RPC server {endpoint} offers no device")
+        register(added)
+
+
+def serve_rpc(endpoint: str, *, threads: int, names: Sequence[str], cache_folder: Path | None) -> None:
+    """Serve devices to one client after another, until the process ends. Returns where that fails.
+
+    `names`: of devices; none: the GPUs, or the CPU where there are none. `cache_folder`: where received weights
+    are stored. Raises CapabilityError.
+    """
+    require_rpc("an RPC server")
+    chosen = names or [device.name for device in gpus()] or [devices()[0].name]
+    handles = handles_of(chosen)
+    place = None if cache_folder is None else str(cache_folder).encode()
+    start = _rpc_function(
+        "ggml_backend_rpc_start_server",
+        None,
+        ctypes.c_char_p,
+        ctypes.c_char_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.POINTER(ctypes.c_void_p),
+    )
+    start(endpoint.encode(), place, threads, len(handles), (ctypes.c_void_p * len(handles))(*handles))
+
+
+def _rpc_function(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of the RPC backend, which gives its address itself: it may be a library of its own."""
+    backend = function("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)(b"RPC")
+    address = function("ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
+    found = address(backend, name.encode())
+    if not found:
+        raise CapabilityError(f"this build of llama.cpp has no {name}; build another: {build_command('rpc')}")
+    return ctypes.CFUNCTYPE(result, *arguments)(found)
+
 
 CANCEL_S = 4.0  # a pass that was cancelled and still runs then waits for a server that hangs
 _DIAGNOSIS_S = 1.0  # for each server, when the child has ended
@@ -49,7 +141,6 @@ class RemoteEngine(BookedEngine):
         self._path, self._use = path, use
         self.state_layers = use.state_layers
         self._child: Child | None = None
-        self._gives_states = False
         self._book = SequenceBook(use.max_sequences)
         self._lost: set[int] = set()  # sequences whose tokens were in a child that is gone
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -80,11 +171,8 @@ class RemoteEngine(BookedEngine):
     def _start(self) -> EngineFacts:
         """Load the model in a new child; its facts. Raises as `load`."""
         ask_all(self._use.endpoints)
-        self._child = Child(__name__)
-        found: EngineFacts = self._ask(_load, self._path, self._use, self._flag)
-        if self._gives_states:
-            self._ask(_call, "give_hidden_states", True)
-        return found
+        self._child, self._gives_states = Child(__name__), False  # who asks for a pass says again what it wants
+        return cast(EngineFacts, self._ask(_load, self._path, self._use, self._flag))
 
     def _call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the engine in the child; in another one if it was lost."""
@@ -106,7 +194,7 @@ class RemoteEngine(BookedEngine):
 
     def _require_progress(self) -> None:
         """Raises ChildEnded where a cancelled pass goes on because a server hangs."""
-        if self._cancel.is_set and monotonic() > self._cancelled_s + CANCEL_S:
+        if self._cancel.is_set() and monotonic() > self._cancelled_s + CANCEL_S:
             raise ChildEnded("cancelled", "its server hangs")
 
     def _raise_lost(self, ended: ChildEnded) -> NoReturn:
@@ -116,8 +204,8 @@ class RemoteEngine(BookedEngine):
             ask_all(self._use.endpoints, _DIAGNOSIS_S)
         except Unreachable as exc:
             raise Unreachable(f"{exc}. The target was lost with it; the next answer connects again") from ended
-        if self._is_cancelled:
-            self._is_cancelled = False
+        if self._cancel.is_set():
+            self._cancel.clear()
             raise Cancelled("the pass was cancelled, and its process was ended") from ended
         servers = f". All RPC servers ({', '.join(self._use.endpoints)}) answer now" if self._use.endpoints else ""
         raise Unreachable(
@@ -137,8 +225,7 @@ class RemoteEngine(BookedEngine):
     def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
         if self._lost & placed.keys():
             raise Unreachable("the text was lost with the process that held it: it has to be read again")
-        logits: Logits = self._call("forward", batch)
-        return logits
+        return cast(Logits, self._call("forward", batch))
 
     def _truncate(self, to_length: int, sequence: int) -> None:
         self._lost.discard(sequence)
@@ -152,8 +239,7 @@ class RemoteEngine(BookedEngine):
     def reachable(self, to_length: int, sequence: int = 0) -> int:
         if self._child is None or (self.facts.can_rollback and not self.facts.state_window):
             return super().reachable(to_length, sequence)
-        found: int = self._call("reachable", to_length, sequence)
-        return found
+        return cast(int, self._call("reachable", to_length, sequence))
 
     def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
         self._call("keep_path", tuple(part.rows[place] for place in path), sequence)
@@ -163,8 +249,7 @@ class RemoteEngine(BookedEngine):
         self._call("fork", source, destination)
 
     def _state(self, sequence: int) -> bytes:
-        state: bytes = self._call("save_state", sequence)
-        return state
+        return cast(bytes, self._call("save_state", sequence))
 
     def _restore(self, state: memoryview, length: int, sequence: int) -> None:
         self._lost.discard(sequence)
@@ -181,8 +266,7 @@ class RemoteEngine(BookedEngine):
             self._gives_states = wanted
 
     def hidden_states(self) -> NDArray[np.float32]:
-        found: NDArray[np.float32] = self._call("hidden_states")
-        return found
+        return cast(NDArray[np.float32], self._call("hidden_states"))
 
     def drop_class(self) -> None:
         super().drop_class()
@@ -195,17 +279,9 @@ class RemoteEngine(BookedEngine):
         check_threads(threads, self.facts)
         return False  # the servers' threads are theirs
 
-    @property
-    def _is_cancelled(self) -> bool:
-        return self._cancel.is_set
-
-    @_is_cancelled.setter
-    def _is_cancelled(self, wanted: bool) -> None:
+    def cancel(self) -> None:
         self._cancelled_s = monotonic()
-        if wanted:
-            self._cancel.set()
-        else:
-            self._cancel.clear()
+        super().cancel()
 
     def _free(self) -> None:
         self._drop_child()
