@@ -37,7 +37,6 @@ ERROR_MEMORY = 0.9  # decay of the recent error
 # -- cost of passes and drafts
 DRIFT_RATE, PLAIN_RATE = 0.05, 0.15  # learning rates of the machine's pace: per pass over several rows, per plain pass
 FORMER_PASSES, MOST_OWN_PASSES = 2.0, 32.0  # passes that earlier knowledge of a width counts for; most remembered
-PRICE_STEP = 0.005  # change of what passes cost, in plain passes, from which on prices are made anew
 LIKENESS = 0.35  # octaves of further rows over which the influence of a pass on other widths decays
 MOST_SURPRISE = 0.3  # largest deviation that a single pass counts for, in logarithms of its time
 COST_RATE, MOST_DRAFT_SURPRISE = 0.1, 2.0  # learning rate per draft or round; largest surprise, in logarithms

@@ -80,7 +80,6 @@ class CostCurve:
         self._odd: list[tuple[int, float]] = []  # (width, deviation) of the last passes, where all were large
         self._is_in_doubt = False  # wide passes were late again and again: a plain pass tells why
         self._shape = list[float]()
-        self._untold = 0.0  # how much passes moved the costs since, in plain passes
 
     def table(self) -> list[float]:
         """Seconds of a pass of width 0 (nothing) to WIDEST, never falling."""
@@ -170,12 +169,10 @@ class CostCurve:
         likeness = _LIKENESSES[width]
         weight = np.where(is_known | is_local, likeness, 1.0)
         moved = weight * (seen - row) / (np.maximum(self._passes, self._passes[width]) + 1.0)
-        self._rows = np.minimum(np.maximum(self._rows + moved, 0.0), c.MOST_ROW)
+        self._rows = np.clip(self._rows + moved, 0.0, c.MOST_ROW)
         self._passes = np.minimum(self._passes + likeness**2, c.MOST_OWN_PASSES)
-        self._untold += count * abs(float(self._rows[width]) - row)
-        if self._untold > c.PRICE_STEP or not self._is_seen[width]:
-            self._shape, self._untold = [], 0.0
         self._num_seen, self._is_seen[width] = self._num_seen + 1, True
+        self._shape = []
 
     def _note(self, width: int, surprise: float, *, is_plain: bool) -> None:
         """After three large deviations in one direction costs have changed, as behind a longer context.

@@ -57,9 +57,8 @@ class RunCosts:
         self._tokens, self._seconds = 0.0, 0.0  # of recent rounds, decaying
         self._sharing = 1, 0, 0  # sequences that decode in the next passes, rows of the others, those that are drafts
         self.was_shared = False  # the last pass, which no single round's time tells of
-        self._made_of: tuple[object, object] = None, None  # the shape and the sharing of the next three
-        self._pace, self._priced_s = 0.0, 0.0  # when they were made, the latter of `round_s`
-        self._made = Prices([], [], 0.0)
+        self._made_of: tuple[object, object] = None, None  # the shape and the sharing of the next two
+        self._unit, self._ahead = list[float](), list[float]()  # seconds of a pass and `least_ahead`, at the usual pace
 
     def add(self, drafters: Mapping[str, bool]) -> None:
         """These are drafters, too, whose drafts cost the same at any length or not; their costs are not known."""
@@ -134,21 +133,15 @@ class RunCosts:
         return self.curve.at(count + more)
 
     def prices(self) -> Prices:
-        """Seconds of rounds, with the overhead if something is drafted; the rate is no less than a plain round's.
-
-        Small changes wait: making them anew in every round takes a fifth of the time between passes.
-        """
+        """Seconds of rounds, with the overhead if something is drafted; the rate is no less than a plain round's."""
         shape, pace = self.curve.shape, self.curve.pace
-        is_former = self._made_of[0] is shape and self._made_of[1] is self._sharing
-        changed_s = abs(pace - self._pace) * shape[1] + abs(self.round_s - self._priced_s)
-        if not is_former or changed_s > c.PRICE_STEP * pace * shape[1]:
-            pass_s = [0.0, *map(self.pass_s, range(1, _WIDTHS))]
-            ahead_s = least_ahead(pass_s)
-            pass_s[2:] = [each_s + self.round_s for each_s in pass_s[2:]]
-            self._made_of, self._pace, self._priced_s = (shape, self._sharing), pace, self.round_s
-            self._made = Prices(pass_s, ahead_s, 0.0)
+        if self._made_of[0] is not shape or self._made_of[1] is not self._sharing:
+            self._unit = [0.0, *(self.pass_s(rows) / pace for rows in range(1, _WIDTHS))]
+            self._made_of, self._ahead = (shape, self._sharing), least_ahead(self._unit)
+        plain_s, *further = (pace * pass_s for pass_s in self._unit[1:])
+        pass_s = [0.0, plain_s, *(each_s + self.round_s for each_s in further)]
         earned = self._tokens / self._seconds if self._seconds else 0.0
-        return self._made._replace(rate=max(earned, 1.0 / self._made.pass_s[1]))
+        return Prices(pass_s, [pace * ahead_s for ahead_s in self._ahead], max(earned, 1.0 / plain_s))
 
     def earned(self, num_tokens: float, seconds: float) -> None:
         """A round emitted `num_tokens` in `seconds`."""

@@ -266,8 +266,7 @@ class ContinuousBatch:
 
     def _run(self, chosen: Sequence[Member]) -> list[Member]:
         """Run one pass with the rows of the chosen; those that can go on, which are told its outcome."""
-        threads = self._executor.pool.threads
-        started = Started(perf_counter(), 0.0, 0.0) if threads is None else Started.now()
+        started = Started.now()
         try:
             logits = self._logits([member.asked for member in chosen])
         except Cancelled:  # of a generation that has ended since: the caches are as before, and the pass is repeated
