@@ -6,14 +6,18 @@ What this module does not know: whether a library that is there also loads.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
 import shlex
+import signal
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
 from edgespec.errors import CapabilityError
 
@@ -86,6 +90,23 @@ def has_memory_limit() -> bool:
 
     kinds = resource.RLIMIT_AS, resource.RLIMIT_DATA
     return any(resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in kinds)
+
+
+@contextlib.contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Ctrl-C is answered at the end: some libraries crash, or say that they are damaged, when their import is cut."""
+    answer = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(answer):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, answer)
+        for number, frame in came:
+            answer(number, frame)
 
 
 def not_importable(what: str, exc: Exception, module: str, extra: str = "") -> CapabilityError:

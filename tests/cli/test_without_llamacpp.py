@@ -46,7 +46,6 @@ def test_gguf_names_the_command_in_one_line(arguments: list[str], monkeypatch: p
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: demo-target-q8_0.gguf needs llama.cpp, which is not installed here: ")
     assert "llamacpp" in line and "install" in line and "4 to 10 minutes" in line
-    assert line.endswith("demo-target-q8_0.gguf --to onnx")
 
 
 @NEEDS_KERNELS

@@ -78,7 +78,7 @@ def test_a_pipe_that_nobody_writes_to_is_not_waited_for(tmp_path: Path, argument
 
 def test_a_pipe_that_somebody_writes_to_is_read(tmp_path: Path) -> None:
     done = shell("E bench --prompts <(sleep 0.5; echo)")
-    assert_one_line(done, 2, "has no prompt")
+    assert_one_line(done, 2, "with one prompt per line")
     os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen(["bash", "-c", "exec >pipe; sleep 0.3; echo hello"]) as writer:
         texts: list[str] = []

@@ -242,7 +242,7 @@ async def test_pings_are_sent_until_the_first_part_and_the_stream_is_whole(
     await client.task
     rest = client.body.replace(ping, b"") if ping else client.body
     assert b"error" not in rest.replace(b'"error":null', b"") and not client.sent[-1]["more_body"]
-    assert rest.count(b"\n") > 2
+    assert rest.count(b"\n") >= 2
 
 
 async def test_a_silence_in_the_middle_is_interrupted_too(service: Service, gate: Gate, hasty):

@@ -12,20 +12,25 @@ import ctypes
 import logging
 import mmap
 import os
-import signal
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from edgespec.errors import Cancelled, CapabilityError, ContextFull, EngineError, ModelFileError, StateError
+from edgespec.errors import (
+    Cancelled,
+    CapabilityError,
+    ConfigError,
+    ContextFull,
+    EngineError,
+    ModelFileError,
+    StateError,
+)
 from edgespec.formats.gguf.check import model_files
-from edgespec.installation import IMPORT_FAILURES, not_importable, require_engine
+from edgespec.installation import IMPORT_FAILURES, interrupts_deferred, not_importable, require_engine
 
 logger = logging.getLogger(__name__)
 ERROR, CONTINUED = 4, 5  # ggml_log_level
@@ -193,6 +198,8 @@ def open_model(
     if not model and any(sign in complaints() for sign in _NO_MEMORY):
         advice = "Put fewer layers on the GPU (-ngl auto: as many as fit), or use" if gpu_layers else "Use"
         raise CapabilityError(f"{path.name} needs more memory than there is ({complaints()}). {advice} a smaller model")
+    if not model and overrides is not None and "regular expression" in complaints():
+        raise ConfigError(f"override-tensor: llama.cpp knows no such expressions ({complaints()}): use simpler ones")
     if not model:
         raise ModelFileError(f"{path} cannot be loaded by llama.cpp: {complaints()}. Download or export it again")
     return model
@@ -203,18 +210,10 @@ def uninterrupted(call: Callable[[], Any], free: Callable[[Any], object]) -> Any
 
     These calls log a lot, and Python drops an exception that is raised inside a callback such as the log's.
     """
-    answer = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(answer):
-        return call()
-    came: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    found = None
     try:
-        found = call()
-    finally:
-        signal.signal(signal.SIGINT, answer)
-    try:
-        for number, frame in came:
-            answer(number, frame)
+        with interrupts_deferred():
+            found = call()
     except BaseException:
         if found:
             free(found)

@@ -19,7 +19,7 @@ from edgespec.engines.booked import BookedEngine
 from edgespec.engines.model_files import HeldFiles
 from edgespec.errors import Cancelled, CapabilityError, ConfigError, EngineError, ModelFileError
 from edgespec.formats.onnx.tiles import PRODUCT
-from edgespec.installation import IMPORT_FAILURES, NO_TELEMETRY, install_command, not_importable
+from edgespec.installation import IMPORT_FAILURES, NO_TELEMETRY, install_command, interrupts_deferred, not_importable
 from edgespec.kernels.interface import held
 from edgespec.kernels.library import library_path
 
@@ -40,7 +40,8 @@ def library() -> Any:
     """
     os.environ.setdefault(NO_TELEMETRY, "1")
     try:
-        import onnxruntime
+        with interrupts_deferred():
+            import onnxruntime
     except IMPORT_FAILURES as exc:
         raise not_importable("an ONNX model", exc, "onnxruntime") from exc
     if os.environ[NO_TELEMETRY] == "1":
