@@ -48,7 +48,10 @@ CONTEXT_LENGTH = 2048  # the longest window of the training schedule
 LICENCE = "CC-BY-SA-4.0"
 RECOMMENDED = {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 DESCRIPTION = "Shows how drafting works; invents names, numbers and facts (trained on dialogues, Python, sums)"
-BANNER = "demo is an 8M-parameter demonstration model: it invents names, numbers and facts"
+BANNER = (
+    "demo is an 8M-parameter demonstration model: it invents names, numbers and facts. "
+    "A small real one: edgespec pull smollm2-135m"
+)
 MEASURED_PROMPTS, MEASURED_TOKENS = 32, 96  # per domain; after each prompt
 
 
