@@ -221,7 +221,8 @@ class BookedEngine(Engine):
     _stamp: StateStamp
     _max_outputs = sys.maxsize
     _is_open = True
-    _cancel: Any  # what ends passes: `is_set`, `set` and `clear`, as of threading.Event
+    # What ends passes: `is_set`, `set` and `clear`. No threading.Event, whose lock an interrupt may leave held.
+    _cancel: Any
 
     def forward(self, batch: Batch) -> Logits:
         self._require_open()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import threading
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Self
@@ -54,6 +53,21 @@ class LetterVocabulary(Vocabulary):
         return LETTERS[token_id] if token_id < len(LETTERS) else f"[{token_id}]"
 
 
+class Switch:
+    """An event without a lock, which an interrupt could leave held."""
+
+    _is_on = False
+
+    def is_set(self) -> bool:
+        return self._is_on
+
+    def set(self) -> None:
+        self._is_on = True
+
+    def clear(self) -> None:
+        self._is_on = False
+
+
 class TableEngine(BookedEngine):
     """`table` [rows, vocabulary size], float32 logits; a context of up to `order` tokens picks one of its rows."""
 
@@ -71,7 +85,7 @@ class TableEngine(BookedEngine):
         can_rollback: bool = True,
     ) -> None:
         self.vocabulary = LetterVocabulary(table.shape[1], end_id)
-        self._cancel = threading.Event()
+        self._cancel = Switch()
         self.facts = EngineFacts(
             name="table",
             architecture=f"table of order {order}",
