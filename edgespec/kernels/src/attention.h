@@ -60,31 +60,36 @@ void put(int32_t type, int size, const float* key, const float* value, uint8_t* 
   }
 }
 // What scores and results are sums of: vectors of 16 floats by `k` (of 16 cells by the head's size; of 16 of the head's
-// size by cells), for vector number `at` of them.
+// size by cells), for vector number `at` of them. Nothing is fetched ahead by itself, as vectors are pages apart.
 template <int32_t kType> struct Keys {
+  static constexpr bool kAdds = false;
   const uint8_t* data; int size;
+  INLINE const uint8_t* place(int at, int k) const { return data + int64_t(at) * key_block_bytes(kType, size) + k * kLanes * (kType == F16 ? 2 : 1); }
   INLINE Lanes::Float vector(int at, int k) const {
-    const uint8_t* block = data + int64_t(at) * key_block_bytes(kType, size);
-    if constexpr (kType == F16) return Lanes::load_halves(block + k * kLanes * 2);
-    else return Lanes::multiply(Lanes::load_codes(block + k * kLanes), Lanes::load_halves(block + size * kLanes + k / 32 * kLanes * 2));
+    if constexpr (kType == F16) return Lanes::load_halves(place(at, k));
+    else return Lanes::multiply(Lanes::load_codes(place(at, k)), Lanes::load_halves(place(at, size) + k / 32 * kLanes * 2));
   }
 };
 template <int32_t kType> struct Values {
+  static constexpr bool kAdds = true;
   const uint8_t* data; int cells;
+  INLINE const uint8_t* place(int at, int k) const { return data + (kType == F16 ? (int64_t(at) * cells + k) * kLanes * 2 : int64_t(at / 2) * 34 * cells + (at % 2 * cells + k) * kLanes); }
   INLINE Lanes::Float vector(int at, int k) const {
-    if constexpr (kType == F16) return Lanes::load_halves(data + (int64_t(at) * cells + k) * kLanes * 2);
-    const uint8_t* group = data + int64_t(at / 2) * 34 * cells;
-    return Lanes::multiply(Lanes::load_codes(group + (at % 2 * cells + k) * kLanes), Lanes::broadcast_half(group + 32 * cells + 2 * k));
+    if constexpr (kType == F16) return Lanes::load_halves(place(at, k));
+    else return Lanes::multiply(Lanes::load_codes(place(at, k)), Lanes::broadcast_half(data + int64_t(at / 2) * 34 * cells + 32 * cells + 2 * k));
   }
 };
 
-// Adds factors [pair][k] times vectors for k in begin..end to sums [pair][16], of kAt vectors from `at` on, in the order of k.
+// Adds factors [pair][k] times vectors for k in begin..end, in order, to sums [pair][16] (or to nothing) of kAt vectors from `at` on.
 template <int kPairs, int kAt, class Vectors> void accumulate(const Vectors& vectors, int at, int begin, int end, const float* factors, int64_t stride, float* sums, int64_t sums_stride) {
   Lanes::Float v[kPairs][kAt];
-  UNROLL for (int p = 0; p < kPairs; p++) UNROLL for (int i = 0; i < kAt; i++) v[p][i] = Lanes::load_floats(sums + p * sums_stride + i * kLanes);
+  UNROLL for (int p = 0; p < kPairs; p++) UNROLL for (int i = 0; i < kAt; i++) v[p][i] = Vectors::kAdds ? Lanes::load_floats(sums + p * sums_stride + i * kLanes) : Lanes::broadcast(0.f);
   for (int k = begin; k < end; k++) {
     Lanes::Float x[kAt];
-    UNROLL for (int i = 0; i < kAt; i++) x[i] = vectors.vector(at + i, k);
+    UNROLL for (int i = 0; i < kAt; i++) {
+      __builtin_prefetch(vectors.place(at + i + kAt, k));
+      x[i] = vectors.vector(at + i, k);
+    }
     UNROLL for (int p = 0; p < kPairs; p++) {
       const Lanes::Float factor = Lanes::broadcast(factors[p * stride + k]);
       UNROLL for (int i = 0; i < kAt; i++) v[p][i] = Lanes::fma(factor, x[i], v[p][i]);
@@ -98,29 +103,13 @@ template <class Vectors, int... kPairs> Accumulate<Vectors> accumulate_of(int pa
   static constexpr Accumulate<Vectors> several[] = {accumulate<kPairs + 1, at_once(kPairs + 1), Vectors>...}, single[] = {accumulate<kPairs + 1, 1, Vectors>...};
   return one ? single[pairs - 1] : several[pairs - 1];
 }
-template <class Vectors> Accumulate<Vectors> accumulate_of(int pairs, bool one) { return accumulate_of<Vectors>(pairs, one, std::make_integer_sequence<int, Lanes::kPairs>()); }
-
-// Scores of the pairs `first`.. for the vectors of cells begin..end (multiples of 16), `data` being at cell `zero`.
-template <int32_t kType> void score(const Attend& a, const uint8_t* data, int zero, int first, int pairs, int begin, int end) {
-  const Keys<kType> keys = {data, a.size};
+// The same for the vectors first..last.
+template <class Vectors> void accumulate_all(const Vectors& vectors, int first, int last, int pairs, int begin, int end, const float* factors, int64_t stride, float* sums, int64_t sums_stride) {
   const int step = at_once(pairs);
-  for (int cell = begin; cell < end;) {
-    const bool one = cell + step * kLanes > end;
-    float* scores = a.scores + int64_t(first) * kChunk + cell;
-    for (int p = 0; p < pairs; p++) memset(scores + p * kChunk, 0, sizeof(float) * size_t(one ? 1 : step) * kLanes);
-    accumulate_of<Keys<kType>>(pairs, one)(keys, (cell - zero) / kLanes, 0, a.size, a.queries + int64_t(first) * a.size, a.size, scores, kChunk);
-    cell += (one ? 1 : step) * kLanes;
-  }
-}
-// Adds the values of the cells begin..end, `data` being at cell `zero` of `cells`.
-template <int32_t kType> void add_values(const Attend& a, const uint8_t* data, int zero, int cells, int first, int pairs, int begin, int end) {
-  if (begin >= end) return;
-  const Values<kType> values = {data, cells};
-  const int step = at_once(pairs), count = a.size / kLanes;
-  for (int at = 0; at < count;) {
-    const bool one = at + step > count;
-    accumulate_of<Values<kType>>(pairs, one)(values, at, begin - zero, end - zero, a.scores + int64_t(first) * kChunk + zero, kChunk, a.results + first * a.stride + kResult + at * kLanes, a.stride);
-    at += one ? 1 : step;
+  for (int at = first, next; at < last && begin < end; at = next) {
+    const bool one = at + step > last;
+    next = at + (one ? 1 : step);
+    accumulate_of<Vectors>(pairs, one, std::make_integer_sequence<int, Lanes::kPairs>())(vectors, at, begin, end, factors, stride, sums + (at - first) * kLanes, sums_stride);
   }
 }
 // exp(scores - their maximum) of a pair in place; maximum and sum to its result.
@@ -131,8 +120,9 @@ void soften(const Attend& a, int pair) {
   for (int i = low; i < begin; i++) scores[i] = -INFINITY;
   for (int i = end; i < high; i++) scores[i] = -INFINITY;
   float tops[kLanes], sums[kLanes] = {}, top = -INFINITY;
-  for (int i = 0; i < kLanes; i++) tops[i] = -INFINITY;
-  for (int at = low; at < high; at += kLanes) for (int i = 0; i < kLanes; i++) tops[i] = scores[at + i] > tops[i] ? scores[at + i] : tops[i];
+  Lanes::Float highest = Lanes::broadcast(top);
+  for (int at = low; at < high; at += kLanes) highest = Lanes::larger(Lanes::load_floats(scores + at), highest);
+  Lanes::store_floats(tops, highest);
   for (int i = 0; i < kLanes; i++) top = tops[i] > top ? tops[i] : top;
   for (int at = low; at < high; at += kLanes) for (int i = 0; i < kLanes; i++) {
     const float e = exponential(scores[at + i] - top);
@@ -142,31 +132,44 @@ void soften(const Attend& a, int pair) {
   result[0] = top;
   result[1] = sum_of(sums);
 }
+constexpr int kStep = at_once(Lanes::kPairs);  // vectors that all pairs meet while they are in the first-level cache
 template <int32_t kType> void attend_to(const Attend& a) {
   const int parts = (a.pairs + Lanes::kPairs - 1) / Lanes::kPairs;
-  for (int part = 0, first = 0; part < parts; part++) {  // groups of pairs as even as possible
-    const int pairs = (a.pairs - first) / (parts - part);
-    int low = kChunk, high = 0, common_begin = 0, common_end = kChunk;
-    for (int p = first; p < first + pairs; p++) {
-      low = a.begin[p] < low ? a.begin[p] : low; high = a.end[p] > high ? a.end[p] : high;
-      common_begin = a.begin[p] > common_begin ? a.begin[p] : common_begin; common_end = a.end[p] < common_end ? a.end[p] : common_end;
-      memset(a.results + p * a.stride + kResult, 0, sizeof(float) * size_t(a.size));
-    }
-    low = low / kLanes * kLanes; high = (high + kLanes - 1) / kLanes * kLanes;
-    const int direct = high < a.direct ? high : a.direct;
-    score<kType>(a, a.keys, 0, first, pairs, low, direct);
-    if (direct < high) score<kType>(a, a.tail_keys, direct, first, pairs, low > direct ? low : direct, high);
-    for (int p = first; p < first + pairs; p++) soften(a, p);
-    if (a.direct < kChunk) {  // one row's pairs, which see the same cells
-      add_values<kType>(a, a.values, 0, kChunk, first, pairs, common_begin, common_end < a.direct ? common_end : a.direct);
-      add_values<kType>(a, a.tail_values, a.direct, a.tail_cells, first, pairs, common_begin > a.direct ? common_begin : a.direct, common_end);
-    } else if (common_begin < common_end) {
-      for (int p = first; p < first + pairs; p++) add_values<kType>(a, a.values, 0, kChunk, p, 1, a.begin[p], common_begin);
-      add_values<kType>(a, a.values, 0, kChunk, first, pairs, common_begin, common_end);
-      for (int p = first; p < first + pairs; p++) add_values<kType>(a, a.values, 0, kChunk, p, 1, common_end, a.end[p]);
-    } else for (int p = first; p < first + pairs; p++) add_values<kType>(a, a.values, 0, kChunk, p, 1, a.begin[p], a.end[p]);
-    first += pairs;
+  const auto for_groups = [&](auto f) {  // of pairs, as even as possible
+    for (int part = 0, first = 0, pairs; part < parts; part++, first += pairs) f(first, pairs = (a.pairs - first) / (parts - part));
+  };
+  int low = kChunk, high = 0;
+  for (int p = 0; p < a.pairs; p++) { low = a.begin[p] < low ? a.begin[p] : low; high = a.end[p] > high ? a.end[p] : high; }
+  low = low / kLanes * kLanes; high = (high + kLanes - 1) / kLanes * kLanes;
+  // The cells from..to, those before a.direct in the chunk: f(where they are, the cell that begins there, cells there, from, to).
+  const auto in_both = [&](const uint8_t* data, const uint8_t* tail, int from, int to, auto f) {
+    f(data, 0, kChunk, from, to < a.direct ? to : a.direct);
+    f(tail, a.direct, a.tail_cells, from > a.direct ? from : a.direct, to);
+  };
+  in_both(a.keys, a.tail_keys, low, high, [&](const uint8_t* data, int zero, int, int from, int to) {
+    for (int cell = from; cell < to; cell += kStep * kLanes) for_groups([&](int first, int pairs) {
+      const int last = cell + kStep * kLanes < to ? cell + kStep * kLanes : to;
+      accumulate_all(Keys<kType>{data, a.size}, (cell - zero) / kLanes, (last - zero) / kLanes, pairs, 0, a.size, a.queries + int64_t(first) * a.size, a.size, a.scores + int64_t(first) * kChunk + cell, kChunk);
+    });
+  });
+  for (int p = 0; p < a.pairs; p++) {
+    soften(a, p);
+    memset(a.results + p * a.stride + kResult, 0, sizeof(float) * size_t(a.size));
   }
+  for (int at = 0, last; at < a.size / kLanes; at = last) for_groups([&](int first, int pairs) {
+    last = at + kStep < a.size / kLanes ? at + kStep : a.size / kLanes;
+    const auto add = [&](int pair, int count, int from, int to) {
+      in_both(a.values, a.tail_values, from, to, [&](const uint8_t* data, int zero, int cells, int from, int to) {
+        accumulate_all(Values<kType>{data, cells}, at, last, count, from - zero, to - zero, a.scores + int64_t(pair) * kChunk + zero, kChunk, a.results + pair * a.stride + kResult + at * kLanes, a.stride);
+      });
+    };
+    int begin = 0, end = kChunk;  // of the cells that all of them see
+    for (int p = first; p < first + pairs; p++) { begin = a.begin[p] > begin ? a.begin[p] : begin; end = a.end[p] < end ? a.end[p] : end; }
+    const bool is_shared = begin < end;
+    for (int p = first; p < first + pairs; p++) add(p, 1, a.begin[p], is_shared ? begin : a.end[p]);
+    add(first, pairs, begin, end);
+    for (int p = first; is_shared && p < first + pairs; p++) add(p, 1, end, a.end[p]);
+  });
 }
 void attend(const Attend& a) { a.type == F16 ? attend_to<F16>(a) : attend_to<Q8_0>(a); }
 

@@ -93,6 +93,7 @@ struct Lanes {
   OP Float multiply(Float x, Float y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
   OP Float fma(Float x, Float y, Float z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
   OP Float fnma(Float x, Float y, Float z) { return {_mm256_fnmadd_ps(x.a, y.a, z.a), _mm256_fnmadd_ps(x.b, y.b, z.b)}; }
+  OP Float larger(Float x, Float y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }  // y unless x > y
   OP Float load_floats(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
   OP void store_floats(float* p, Float x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
   OP Float load_halves(const uint8_t* p) { return {_mm256_cvtph_ps(load_half(p)), _mm256_cvtph_ps(load_half(p + 16))}; }

@@ -89,6 +89,7 @@ struct Lanes {
   OP Float multiply(Float x, Float y) { return EACH(Float, vmulq_f32(x.at[i], y.at[i])); }
   OP Float fma(Float x, Float y, Float z) { return EACH(Float, vfmaq_f32(z.at[i], x.at[i], y.at[i])); }
   OP Float fnma(Float x, Float y, Float z) { return EACH(Float, vfmsq_f32(z.at[i], x.at[i], y.at[i])); }
+  OP Float larger(Float x, Float y) { return EACH(Float, vbslq_f32(vcgtq_f32(x.at[i], y.at[i]), x.at[i], y.at[i])); }
   OP Float load_floats(const float* p) { return EACH(Float, vld1q_f32(p + 4 * i)); }
   OP void store_floats(float* p, Float x) { UNROLL for (int i = 0; i < 4; i++) vst1q_f32(p + 4 * i, x.at[i]); }
   OP uint16x4_t load4(const uint8_t* p) { return vreinterpret_u16_u8(vld1_u8(p)); }

@@ -8,7 +8,7 @@
 namespace edgespec {
 namespace {
 struct Lanes {
-  static constexpr int kRows = 8, kPairs = 8, kSums = 16, kAhead = 8192;
+  static constexpr int kRows = 8, kPairs = 6, kSums = 24, kAhead = 8192;
   static constexpr bool kWideParts = true, kSignedCodes = false;
   static constexpr int capacity(int) { return 64; }
   using Bytes = __m512i;
@@ -43,6 +43,7 @@ struct Lanes {
   OP Float multiply(Float x, Float y) { return _mm512_mul_ps(x, y); }
   OP Float fma(Float x, Float y, Float z) { return _mm512_fmadd_ps(x, y, z); }
   OP Float fnma(Float x, Float y, Float z) { return _mm512_fnmadd_ps(x, y, z); }
+  OP Float larger(Float x, Float y) { return _mm512_max_ps(x, y); }  // y unless x > y
   OP Float load_floats(const float* p) { return _mm512_loadu_ps(p); }
   OP void store_floats(float* p, Float x) { _mm512_storeu_ps(p, x); }
   OP __m256i half_register(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }

@@ -64,6 +64,7 @@ struct Lanes {
   static Float multiply(const Float& x, const Float& y) { return floats([&](int i) { return x.at[i] * y.at[i]; }); }
   static Float fma(const Float& x, const Float& y, const Float& z) { return floats([&](int i) { return fmaf(x.at[i], y.at[i], z.at[i]); }); }
   static Float fnma(const Float& x, const Float& y, const Float& z) { return floats([&](int i) { return fmaf(-x.at[i], y.at[i], z.at[i]); }); }
+  static Float larger(const Float& x, const Float& y) { return floats([&](int i) { return x.at[i] > y.at[i] ? x.at[i] : y.at[i]; }); }
   static Float load_floats(const float* p) { Float x; memcpy(x.at, p, 64); return x; }
   static void store_floats(float* p, const Float& x) { memcpy(p, x.at, 64); }
   static Float load_halves(const uint8_t* p) { return floats([&](int i) { return half_at(p + 2 * i); }); }
