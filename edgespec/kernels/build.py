@@ -29,14 +29,14 @@ X86, ARM = ("x86_64", "amd64"), ("aarch64", "arm64")
 # -ffp-contract=off: all instruction sets must give the same bits.
 FLAGS = ("-O3", "-std=c++17", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-ffp-contract=off")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
-# By the end of a source's name: what it is compiled with, for x86 or Arm only.
+# What path.cpp is compiled with for each instruction set, the best first, and the header of its lanes.
 X86_SETS = {
-    "avx2": _AVX2,
-    "avxvnni": (*_AVX2, "-mavxvnni"),
     "avx512": (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni"))),
+    "avxvnni": (*_AVX2, "-mavxvnni"),
+    "avx2": _AVX2,
 }
-ARM_SETS = {"neondot": ("-march=armv8.2-a+dotprod",), "neoni8mm": ("-march=armv8.2-a+dotprod+i8mm",)}
-INSTRUCTION_SETS = X86_SETS | ARM_SETS
+ARM_SETS = {"neoni8mm": ("-march=armv8.2-a+dotprod+i8mm",), "neondot": ("-march=armv8.2-a+dotprod",)}
+LANES = {"avx512": "512", "avxvnni": "256", "avx2": "256", "neoni8mm": "neon", "neondot": "neon"}
 ZIG = "ziglang>=0.16"
 MOST_SHOWN = 2000  # characters of what a compiler says
 
@@ -51,7 +51,7 @@ class NoCompiler(BuildError):
 
 def source_hash(target: str = HOST) -> str:
     """Changes with the sources, the flags and the `target` that is built for: a system and a processor."""
-    parts = [repr((target, flags(target), INSTRUCTION_SETS, link_flags(target))).encode()]
+    parts = [repr((target, flags(target), X86_SETS, ARM_SETS, LANES, link_flags(target))).encode()]
     for path in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))):
         parts += [path.name.encode(), path.read_bytes()]
     return _hash_of(b"\0".join(parts))
@@ -106,11 +106,11 @@ def build(
     known = {name: extra for name, extra in sets.items() if _compiles(compiler, (*flags(target), *extra))}
     for name in sets.keys() - known.keys():
         say(f"{shlex.join(compiler)} does not know {name}: the kernels are built without")
-    common = [*flags(target), *(f"-DEDGESPEC_WITHOUT_{name.upper()}" for name in INSTRUCTION_SETS if name not in known)]
+    common = [*flags(target), f"-DEDGESPEC_PATHS={''.join(f'PATH({name})' for name in known)}"]
     with tempfile.TemporaryDirectory(prefix="edgespec-kernels-") as scratch:
         commands, objects = [], []
-        for source, extra in _units(known):
-            objects.append(str(Path(scratch, f"{source.stem}.o")))
+        for name, source, extra in _units(known):
+            objects.append(str(Path(scratch, f"{name}.o")))
             commands.append([*compiler, *common, *extra, "-c", str(source), "-o", objects[-1]])
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda command: _run(command, scratch), commands))
@@ -147,12 +147,15 @@ def link_flags(target: str) -> tuple[str, ...]:
     return ("-s", "-pthread", "-Wl,--as-needed", "-Wl,-z,defs", "-lm") if target.startswith("linux") else ()
 
 
-def _units(known: dict[str, tuple[str, ...]]) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """The sources that can be compiled, and the flags of their instruction set."""
+def _units(known: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
+    """What is compiled: a name, the source and flags of its own; path.cpp for each instruction set."""
     for source in sorted(SOURCES.glob("*.cpp")):
-        name = source.stem.rpartition("_")[2]
-        if name in known or name not in INSTRUCTION_SETS:
-            yield source, known.get(name, ())
+        if source.stem != "path":
+            yield source.stem, source, ()
+            continue
+        for name, extra in {**known, "portable": ()}.items():
+            lanes = source.with_name(f"lanes_{LANES.get(name, name)}.h")
+            yield f"path_{name}", source, (*extra, f"-DEDGESPEC_PATH={name}", "-include", str(lanes))
 
 
 def _compiles(compiler: tuple[str, ...], options: tuple[str, ...]) -> bool:

@@ -23,16 +23,15 @@ ROOT = Path(__file__).resolve().parents[2]
 EXPORT = 'extern "C" __attribute__((visibility("default")))'
 INTERFACE = f"""{EXPORT} int edgespec_abi_version() {{ return {library.ABI_VERSION}; }}
 {EXPORT} const char* edgespec_path() {{ return "portable"; }}
-#ifndef EDGESPEC_WITHOUT_AVXVNNI
-int avxvnni();
-{EXPORT} int uses_avxvnni() {{ return avxvnni(); }}
-#endif
+#define PATH(name) #name " "
+{EXPORT} const char* edgespec_paths() {{ return EDGESPEC_PATHS PATH(portable); }}
 """
-AVX_VNNI = """#ifndef __AVXVNNI__
-#error compiled without its flags
-#endif
-int avxvnni() { return 1; }
+PATH = f"""#define NAMED(name) {EXPORT} int is_in_##name() {{ return LANES; }}
+#define EXPANDED(name) NAMED(name)
+EXPANDED(EDGESPEC_PATH)
 """
+# A header of lanes says whether it is compiled with its flags.
+LANES = {"512": "__AVX512VNNI__", "256": "__AVX2__", "neon": "__ARM_FEATURE_DOTPROD", "portable": "__cplusplus"}
 # Says what it is called with, and lacks an option where LACKS names one.
 COMPILER = """import os, subprocess, sys
 if os.environ.get("LACKS") in sys.argv:
@@ -63,7 +62,9 @@ def sources(tmp_path, monkeypatch):
     folder = tmp_path / "src"
     folder.mkdir()
     (folder / "interface.cpp").write_text(INTERFACE)
-    (folder / "path_avxvnni.cpp").write_text(AVX_VNNI)
+    (folder / "path.cpp").write_text(PATH)
+    for name, flag in LANES.items():
+        (folder / f"lanes_{name}.h").write_text(f"#ifndef {flag}\n#error without its flags\n#endif\n#define LANES 1\n")
     monkeypatch.setattr(build, "SOURCES", folder)
     return folder
 
@@ -91,7 +92,10 @@ def test_a_library_is_built_once_and_found_until_its_sources_change(sources, com
     path = build.build(tmp_path / "new" / "folder", compiler)
     loaded = ctypes.CDLL(str(path))
     assert loaded.edgespec_abi_version() == library.ABI_VERSION
-    assert hasattr(loaded, "uses_avxvnni") == is_x86
+    loaded.edgespec_paths.restype = ctypes.c_char_p
+    built = loaded.edgespec_paths().decode().split()
+    assert built[-1] == "portable" and all(hasattr(loaded, f"is_in_{name}") for name in built)
+    assert not is_x86 or built == [*build.X86_SETS, "portable"]
     assert build.find_library(path.parent) == path == build.build(path.parent, compiler)
     assert list(path.parent.iterdir()) == [path]
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
@@ -106,13 +110,14 @@ def test_a_library_is_built_once_and_found_until_its_sources_change(sources, com
 def test_another_compiler_or_processor_leaves_instruction_sets_out(sources, compiler, tmp_path, monkeypatch):
     recorder, calls = calls_of(tmp_path, monkeypatch, compiler)
     build.build(tmp_path, recorder, target=f"{sys.platform}-riscv64")
-    assert "path_avxvnni" not in calls.read_text() and "-mavx" not in calls.read_text()
-    assert all(f"-DEDGESPEC_WITHOUT_{name.upper()}" in calls.read_text() for name in build.INSTRUCTION_SETS)
+    assert "-DEDGESPEC_PATHS= " in calls.read_text() and "-mavx" not in calls.read_text()
+    assert calls.read_text().count("-DEDGESPEC_PATH=") == 1
     if is_x86:
         monkeypatch.setenv("LACKS", "-mavxvnni")
         said = []
         path = build.build(tmp_path, recorder, say=said.append)
-        assert not hasattr(ctypes.CDLL(str(path)), "uses_avxvnni")
+        loaded = ctypes.CDLL(str(path))
+        assert hasattr(loaded, "is_in_avx2") and not hasattr(loaded, "is_in_avxvnni")
         assert "does not know avxvnni" in said[0] and len(said) == 1
 
 

@@ -42,33 +42,24 @@ struct Layer {
 };
 OrtStatus* create_attention(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info, void** out) {
   Layer l = {};
-  TRY(attribute(info, "heads", &l.heads));
-  TRY(attribute(info, "kv_heads", &l.kv_heads));
-  TRY(attribute(info, "head_size", &l.size));
-  TRY(attribute(info, "first_head", &l.first_head));
-  TRY(attribute(info, "window", &l.window));
-  TRY(attribute(info, "scale", &l.scale));
-  TRY(attribute(info, "cap", &l.cap));
-  TRY(attribute(info, "epsilon", &l.epsilon));
-  optional(attribute(info, "gated", &l.gated));
+  TRY(read_attributes(info, {{"heads", &l.heads}, {"kv_heads", &l.kv_heads}, {"head_size", &l.size}, {"first_head", &l.first_head},
+                             {"window", &l.window}, {"gated", &l.gated, true}, {"scale", &l.scale}, {"cap", &l.cap}, {"epsilon", &l.epsilon}}));
   if (l.kv_heads < 1 || l.heads < l.kv_heads || l.heads > 1024 || l.heads % l.kv_heads || !holds(F16, l.size) || l.first_head < 0 || l.first_head > 1 << 20 || l.window < 0 || l.gated < 0 || l.gated > 1)
-    return invalid("edgespec: Attention cannot have %lld heads of size %lld for %lld heads of keys, the first of them number %lld, window %lld", (long long)l.heads, (long long)l.size, (long long)l.kv_heads, (long long)l.first_head, (long long)l.window);
+    return invalid("edgespec: Attention cannot have %lld heads of size %lld for %lld heads of keys, the first of them number %lld, window %lld", l.heads, l.size, l.kv_heads, l.first_head, l.window);
   return keep(l, out);
 }
 
-struct Item { int64_t head, first, last, chunk; };  // rows of a slot and a chunk, -1: all of their chunks
+struct Item { int64_t head, chunk, first, last; };  // rows of a slot
 struct Step {
   Layer layer;
   const Attention* kernels;
   const Cache* cache;
   const Row* rows;
-  int64_t count, group, stride, q_stride, k_stride, most_chunks;  // group: queries per key; stride: floats of a result
+  int64_t count, group, stride, q_stride, k_stride, most_chunks, wave;  // group: queries per key; stride: floats of a result
   const float *q, *k, *v, *cosines, *sines, *q_norm, *k_norm, *v_norm, *sinks;  // k: null if the cache has keys and values
   Head head;
-  float *queries, *partials, *y;  // [kv_heads][count][group][size]; [kv_heads][chunks][count][group][stride]
+  float *queries, *partials, *y;  // [kv_heads][count][group][size]; [kv_heads][chunks][wave][group][stride]
   Item* items;
-  bool has_partials;
-  bool* is_by_chunk;   // by row: whether its items are
   int32_t* straight;   // by row: the first position of its branch that is not in the cell of its number
   std::atomic<bool> out_of_memory;
 
@@ -82,13 +73,12 @@ struct Step {
     const float* gate = layer.gated ? q + row * q_stride + (2 * at + 1) * layer.size : nullptr;
     kernels->finish(whole, int(layer.size), sinks ? sinks + at : nullptr, gate, y + (row * layer.heads + at) * layer.size);
   }
-  float* partial(int64_t h, int64_t chunk, int64_t row) const { return partials + ((h * most_chunks + chunk) * count + row) * group * stride; }
+  float* partial(int64_t h, int64_t chunk, int64_t row) const { return partials + ((h * most_chunks + chunk) * wave + row % wave) * group * stride; }
 };
 
 // The queries of a row, and its key and value into the cache.
-void ORT_CALL place_row(void* with, size_t number) {
-  Step& s = *static_cast<Step*>(with);
-  const int64_t row = int64_t(number), size = s.layer.size, q_size = size << s.layer.gated, angle = int64_t(s.rows[row].position) * s.head.rotary;
+void place_row(const Step& s, int64_t row) {
+  const int64_t size = s.layer.size, q_size = size << s.layer.gated, angle = int64_t(s.rows[row].position) * s.head.rotary;
   const float *cosines = s.cosines ? s.cosines + angle : nullptr, *sines = s.sines ? s.sines + angle : nullptr;
   alignas(64) float key[1024], value[1024];
   for (int64_t h = 0; h < s.layer.kv_heads; h++) {
@@ -103,7 +93,7 @@ void ORT_CALL place_row(void* with, size_t number) {
   }
 }
 // Rows first..last of a head on a chunk that all of them see. The cells of a single row's branch may lie elsewhere.
-bool attend_rows(Step& s, int64_t h, int64_t first, int64_t last, int64_t chunk, float* results) {
+bool attend_rows(const Step& s, int64_t h, int64_t first, int64_t last, int64_t chunk, float* results) {
   const int64_t pairs = (last - first) * s.group, size = s.layer.size, start = chunk * kChunk;
   const Cells cells = s.cells(first, chunk, h);
   Scratch scratch, tails;
@@ -145,62 +135,36 @@ template <class F> bool for_groups(const Step& s, int64_t first, int64_t last, i
   }
   return true;
 }
-bool run_chunks(Step& s, const Item& item) {
-  const int64_t pairs = (item.last - item.first) * s.group, size = s.layer.size;
-  Scratch scratch;
-  if (!scratch.get(size_t(2 * pairs * s.stride) * sizeof(float))) return false;
-  float *whole = reinterpret_cast<float*>(scratch.data), *part = whole + pairs * s.stride;
-  int64_t chunk = s.first_chunk(item.first), last = 0;
-  for (int64_t row = item.first; row < item.last; row++) {
-    chunk = s.first_chunk(row) < chunk ? s.first_chunk(row) : chunk;
-    last = s.last_chunk(row) > last ? s.last_chunk(row) : last;
-  }
-  for (; chunk <= last; chunk++) {
-    const bool done = for_groups(s, item.first, item.last, chunk, [&](int64_t from, int64_t to) {
-      if (!attend_rows(s, item.head, from, to, chunk, part)) return false;
-      for (int64_t p = 0; p < (to - from) * s.group; p++)
-        s.kernels->merge(whole + ((from - item.first) * s.group + p) * s.stride, part + p * s.stride, int(size), chunk == s.first_chunk(from + p / s.group));
-      return true;
-    });
-    if (!done) return false;
-  }
-  for (int64_t p = 0; p < pairs; p++) s.finish(whole + p * s.stride, item.first + p / s.group, item.head * s.group + p % s.group);
-  return true;
-}
-void ORT_CALL run_item(void* with, size_t number) {
-  Step& s = *static_cast<Step*>(with);
-  const Item& item = s.items[number];
-  const bool done = item.chunk < 0 ? run_chunks(s, item) : for_groups(s, item.first, item.last, item.chunk, [&](int64_t from, int64_t to) { return attend_rows(s, item.head, from, to, item.chunk, s.partial(item.head, item.chunk, from)); });
+void run_item(Step& s, const Item& item) {
+  const bool done = for_groups(s, item.first, item.last, item.chunk, [&](int64_t from, int64_t to) {
+    return attend_rows(s, item.head, from, to, item.chunk, s.partial(item.head, item.chunk, from));
+  });
   if (!done) s.out_of_memory = true;
 }
-void ORT_CALL merge_row(void* with, size_t number) {
-  Step& s = *static_cast<Step*>(with);
-  const int64_t row = int64_t(number), first = s.first_chunk(row), size = s.layer.size;
-  if (s.is_by_chunk[row]) for (int64_t h = 0; h < s.layer.kv_heads; h++) for (int64_t g = 0; g < s.group; g++) {
+void merge_row(const Step& s, int64_t row) {
+  const int64_t first = s.first_chunk(row), size = s.layer.size;
+  for (int64_t h = 0; h < s.layer.kv_heads; h++) for (int64_t g = 0; g < s.group; g++) {
     float* whole = s.partial(h, first, row) + g * s.stride;
     for (int64_t chunk = first + 1; chunk <= s.last_chunk(row); chunk++) s.kernels->merge(whole, s.partial(h, chunk, row) + g * s.stride, int(size), false);
     s.finish(whole, row, h * s.group + g);
   }
 }
 
-constexpr int64_t kManyRows = 32, kPairsAtOnce = 96, kMostPartials = 8 << 20;
-// The work on each slot's rows: few rows by chunk, so that all threads have a part of it; many in blocks of rows.
-int64_t divide(const Step& s, Item* items) {
+// Rows are taken in waves, as the results of their chunks are kept until they are merged: 32 of them, or more that take 8 MB.
+constexpr int64_t kLeastWave = 32, kMostPartials = 8 << 20, kPairsAtOnce = 96;
+// The work on the rows start..stop by heads, chunks and blocks of each slot's rows; without `items` how much there is.
+int64_t divide(const Step& s, int64_t start, int64_t stop, Item* items) {
+  const int64_t block = kPairsAtOnce / s.group < 1 ? 1 : kPairsAtOnce / s.group;
   int64_t count = 0;
-  for (int64_t first = 0, last; first < s.count; first = last) {
-    for (last = first + 1; last < s.count && s.rows[last].slot == s.rows[first].slot;) last++;
+  for (int64_t first = start, last; first < stop; first = last) {
     int64_t from = s.first_chunk(first), to = s.last_chunk(first);
-    for (int64_t row = first; row < last; row++) {
-      from = s.first_chunk(row) < from ? s.first_chunk(row) : from;
-      to = s.last_chunk(row) > to ? s.last_chunk(row) : to;
+    for (last = first; last < stop && s.rows[last].slot == s.rows[first].slot; last++) {
+      from = s.first_chunk(last) < from ? s.first_chunk(last) : from;
+      to = s.last_chunk(last) > to ? s.last_chunk(last) : to;
     }
-    const bool by_chunk = last - first < kManyRows && s.has_partials;
-    const int64_t block = by_chunk ? last - first : kPairsAtOnce / s.group < 1 ? 1 : kPairsAtOnce / s.group;
-    for (int64_t row = first; items && row < last; row++) s.is_by_chunk[row] = by_chunk;
-    for (int64_t h = 0; h < s.layer.kv_heads; h++) for (int64_t row = first; row < last; row += block) {
-      const Item item = {h, row, row + block < last ? row + block : last, -1};
-      for (int64_t chunk = from; chunk <= (by_chunk ? to : from); chunk++, count++) if (items) { items[count] = item; items[count].chunk = by_chunk ? chunk : -1; }
-    }
+    for (int64_t h = 0; h < s.layer.kv_heads; h++) for (int64_t chunk = from; chunk <= to; chunk++)
+      for (int64_t row = first; row < last; row += block, count++)
+        if (items) items[count] = {h, chunk, row, row + block < last ? row + block : last};
   }
   return count;
 }
@@ -210,126 +174,103 @@ OrtStatus* check_row(const Step& s, int64_t i, int64_t positions) {
   const int64_t cells = s.cache->chunks * kChunk;
   const bool follows = r.parent < 0 ? r.parent == -1 : r.parent < i && s.rows[r.parent].slot == r.slot && s.rows[r.parent].position + 1 == r.position;
   if (r.slot < 0 || r.slot >= s.cache->slots || r.position < 0 || r.position >= cells || r.position >= positions || r.cell < 0 || r.cell >= cells || !follows)
-    return invalid("edgespec: Attention has a row %lld (slot %d, position %d, cell %d, parent %d) outside %lld slots of %lld cells and %lld positions, or away from its parent", (long long)i, r.slot, r.position, r.cell, r.parent, (long long)s.cache->slots, (long long)cells, (long long)positions);
+    return invalid("edgespec: Attention has a row %lld (slot %d, position %d, cell %d, parent %d) outside %lld slots of %lld cells and %lld positions, or away from its parent", i, r.slot, r.position, r.cell, r.parent, s.cache->slots, cells, positions);
   return nullptr;
 }
 OrtStatus* ORT_CALL compute_attention(void* self, OrtKernelContext* context) {
   const Layer& l = *static_cast<const Layer*>(self);
   Step s = {};
-  s.layer = l; s.kernels = path_in_use().attention;
+  s.layer = l; s.kernels = kernels_in_use().attention;
   s.group = l.heads / l.kv_heads; s.stride = (l.size + kResult + 15) / 16 * 16;
-  Tensor q, k, v, rows, number, cosines, sines;
-  const OrtValue* value;
+  Tensor q, k, v, cosines, sines;
   TRY(read_floats(context, 0, "q", &q));
   TRY(read_floats(context, 1, "k", &k));
   TRY(read_floats(context, 2, "v", &v));
   const bool is_joined = !k.data;
-  const int64_t y_width = l.heads * l.size, q_width = y_width << l.gated, k_width = l.kv_heads * l.size, width = q.rank ? q.dims[q.rank - 1] : 0;
-  if (width != q_width && !(is_joined && (width == q_width + k_width || width == q_width + 2 * k_width))) return invalid("edgespec: Attention's q is %lld wide, expected %lld, or with keys and values in it %lld or %lld more", (long long)width, (long long)q_width, (long long)k_width, (long long)(2 * k_width));
-  s.count = elements(q, q.rank - 1);
-  if (!is_joined && (!v.data || elements(k, k.rank) != s.count * k_width || elements(v, v.rank) != s.count * k_width)) return invalid("edgespec: Attention's k and v are not %lld rows of %lld", (long long)s.count, (long long)k_width);
-  s.q = static_cast<const float*>(q.data);
-  s.k = !is_joined ? static_cast<const float*>(k.data) : width > q_width ? s.q + q_width : nullptr;
-  s.v = !is_joined ? static_cast<const float*>(v.data) : width > q_width + k_width ? s.k + k_width : s.k;
+  const int64_t y_width = l.heads * l.size, q_width = y_width << l.gated, k_width = l.kv_heads * l.size, width = q.width();
+  if (width != q_width && !(is_joined && (width == q_width + k_width || width == q_width + 2 * k_width))) return invalid("edgespec: Attention's q is %lld wide, expected %lld, or with keys and values in it %lld or %lld more", width, q_width, k_width, 2 * k_width);
+  s.count = q.rows();
+  if (!is_joined && (!v.data || k.size() != s.count * k_width || v.size() != s.count * k_width)) return invalid("edgespec: Attention's k and v are not %lld rows of %lld", s.count, k_width);
+  s.q = q.floats();
+  s.k = !is_joined ? k.floats() : width > q_width ? s.q + q_width : nullptr;
+  s.v = !is_joined ? v.floats() : width > q_width + k_width ? s.k + k_width : s.k;
   s.q_stride = width; s.k_stride = is_joined ? width : k_width;
-  TRY(input(context, 3, &value));
-  TRY(read(value, "rows", kTypeInt32, &rows));
-  if (elements(rows, rows.rank) != 4 * s.count) return invalid("edgespec: Attention has %lld numbers of rows, expected 4 for each of %lld rows", (long long)elements(rows, rows.rank), (long long)s.count);
-  s.rows = static_cast<const Row*>(rows.data);
-  TRY(input(context, 4, &value));
-  TRY(read(value, "cache", kTypeInt64, &number));
-  if (elements(number, number.rank) != 1 || !(s.cache = caches.find(*static_cast<const int64_t*>(number.data)))) return invalid("edgespec: Attention names a cache that nobody holds");
-  if (l.first_head + l.kv_heads > s.cache->heads) return invalid("edgespec: Attention's heads %lld to %lld are outside a cache of %lld", (long long)l.first_head, (long long)(l.first_head + l.kv_heads - 1), (long long)s.cache->heads);
-  for (int64_t h = 0; h < l.kv_heads; h++) if (s.cache->sizes[l.first_head + h] != l.size) return invalid("edgespec: Attention's heads have size %lld, those of its cache %d", (long long)l.size, s.cache->sizes[l.first_head + h]);
+  TRY(read_rows(context, 3, "Attention", s.count, &s.rows));
+  TRY(caches.find(context, 4, "Attention", "a cache", &s.cache));
+  if (l.first_head + l.kv_heads > s.cache->heads) return invalid("edgespec: Attention's heads %lld to %lld are outside a cache of %lld", l.first_head, l.first_head + l.kv_heads - 1, s.cache->heads);
+  for (int64_t h = 0; h < l.kv_heads; h++) if (s.cache->sizes[l.first_head + h] != l.size) return invalid("edgespec: Attention's heads have size %lld, those of its cache %d", l.size, s.cache->sizes[l.first_head + h]);
   TRY(read_floats(context, 5, "cosines", &cosines));
   TRY(read_floats(context, 6, "sines", &sines));
-  int64_t positions = INT64_MAX;
-  if (cosines.data) {
-    if (cosines.rank != 2 || !sines.data || sines.rank != 2 || sines.dims[0] != cosines.dims[0] || sines.dims[1] != cosines.dims[1] || cosines.dims[1] < 1 || cosines.dims[1] * 2 > l.size) return invalid("edgespec: Attention's cosines and sines are not [positions, at most %lld]", (long long)(l.size / 2));
-    positions = cosines.dims[0];
-  }
-  s.cosines = static_cast<const float*>(cosines.data); s.sines = static_cast<const float*>(sines.data);
+  if (cosines.data && (cosines.rank != 2 || !sines.data || sines.rank != 2 || sines.dims[0] != cosines.dims[0] || sines.dims[1] != cosines.dims[1] || cosines.dims[1] < 1 || cosines.dims[1] * 2 > l.size))
+    return invalid("edgespec: Attention's cosines and sines are not [positions, at most %lld]", l.size / 2);
+  s.cosines = cosines.floats(); s.sines = sines.floats();
   s.head = {int(l.size), int(cosines.data ? cosines.dims[1] : 0), l.epsilon};
   TRY(read_vector(context, 7, "q_norm", l.size, &s.q_norm));
   TRY(read_vector(context, 8, "k_norm", l.size, &s.k_norm));
   TRY(read_vector(context, 9, "sinks", l.heads, &s.sinks));
   TRY(read_vector(context, 10, "v_norm", l.size, &s.v_norm));
   for (int64_t i = 0; i < s.count; i++) {
-    TRY(check_row(s, i, positions));
+    TRY(check_row(s, i, cosines.data ? cosines.dims[0] : INT64_MAX));
     s.most_chunks = s.last_chunk(i) + 1 > s.most_chunks ? s.last_chunk(i) + 1 : s.most_chunks;
   }
-  OrtValue* y; void* p;
   q.dims[q.rank - 1] = y_width;
-  TRY(output(context, 0, q.dims, q.rank, &y));
-  TRY(data(y, &p));
-  s.y = static_cast<float*>(p);
+  TRY(open(context, 0, q, &s.y));
   if (!s.count) return nullptr;
 
-  const int64_t partials = s.count * s.most_chunks * l.heads * s.stride;
-  s.has_partials = s.count < kManyRows || partials * int64_t(sizeof(float)) <= kMostPartials;
-  const int64_t items = divide(s, nullptr);
-  Scratch scratch;
-  for (Pieces pieces = {nullptr, 0};; pieces = {scratch.data, 0}) {
-    pieces.take(&s.queries, s.count * y_width);
-    if (s.has_partials) pieces.take(&s.partials, partials);
-    pieces.take(&s.items, items);
-    pieces.take(&s.is_by_chunk, s.count);
-    pieces.take(&s.straight, s.count);
-    if (pieces.data) break;
-    if (!scratch.get(size_t(pieces.size))) return error(kFail, "edgespec: out of memory");
+  const int64_t results = s.most_chunks * l.heads * s.stride, fitting = kMostPartials / int64_t(sizeof(float)) / results;  // of a row
+  s.wave = fitting > kLeastWave ? fitting : kLeastWave;
+  s.wave = s.wave < s.count ? s.wave : s.count;
+  int64_t items = 0;
+  for (int64_t row = 0; row < s.count; row += s.wave) {
+    const int64_t needed = divide(s, row, row + s.wave < s.count ? row + s.wave : s.count, nullptr);
+    items = needed > items ? needed : items;
   }
-  divide(s, s.items);
-  int64_t work = 0;  // multiplications
+  Scratch scratch;
+  TRY(scratch.get({{&s.queries, s.count * y_width}, {&s.partials, s.wave * results}, {&s.items, items}, {&s.straight, s.count}}));
   for (int64_t i = 0; i < s.count; i++) {
     const Row& r = s.rows[i];
     const int32_t before = r.parent < 0 ? r.position : s.straight[r.parent];
     s.straight[i] = before == r.position && r.cell == r.position ? before + 1 : before;
-    work += (r.position + 1 - s.begin(i)) * 2 * y_width;
   }
-  run_all(s.count < 16, place_row, s.count, &s);
-  run_all(work < 50000, run_item, items, &s);
-  if (s.has_partials) run_all(s.count * s.most_chunks * y_width < 100000, merge_row, s.count, &s);
-  return s.out_of_memory ? error(kFail, "edgespec: out of memory") : nullptr;
+  run_all(s.count < 16, s.count, [&](int64_t row) { place_row(s, row); });
+  for (int64_t first = 0, last; first < s.count; first = last) {
+    last = first + s.wave < s.count ? first + s.wave : s.count;
+    int64_t work = 0;  // multiplications
+    for (int64_t row = first; row < last; row++) work += (s.rows[row].position + 1 - s.begin(row)) * 2 * y_width;
+    run_all(work < 50000, divide(s, first, last, s.items), [&](int64_t item) { run_item(s, s.items[item]); });
+    run_all((last - first) * s.most_chunks * y_width < 100000, last - first, [&](int64_t row) { merge_row(s, first + row); });
+  }
+  return s.out_of_memory ? out_of_memory() : nullptr;
 }
 
 // ---- Norm
 struct Norm { float epsilon; };
 OrtStatus* create_norm(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info, void** out) {
   Norm n = {};
-  TRY(attribute(info, "epsilon", &n.epsilon));
+  TRY(read_attributes(info, {{"epsilon", &n.epsilon}}));
   return keep(n, out);
 }
-struct Norms { const float *x, *weight, *delta; float *normed, *sum, epsilon; int64_t width; };
-void ORT_CALL norm_row(void* with, size_t row) {
-  const Norms& n = *static_cast<const Norms*>(with);
-  const int64_t at = int64_t(row) * n.width;
-  // What is not asked for is written to the place of the result first.
-  path_in_use().attention->norm(n.x + at, n.delta ? n.delta + at : nullptr, n.weight, n.epsilon, n.width, n.normed + at, (n.sum ? n.sum : n.normed) + at);
-}
 OrtStatus* ORT_CALL compute_norm(void* self, OrtKernelContext* context) {
-  Norms n = {};
-  n.epsilon = static_cast<const Norm*>(self)->epsilon;
+  const float epsilon = static_cast<const Norm*>(self)->epsilon;
   Tensor x, delta;
   TRY(read_floats(context, 0, "x", &x));
-  n.width = x.rank ? x.dims[x.rank - 1] : 0;
-  if (n.width < 1) return invalid("edgespec: Norm's x has no width");
-  TRY(read_vector(context, 1, "weight", n.width, &n.weight));
+  const int64_t width = x.width(), rows = x.rows();
+  if (width < 1) return invalid("edgespec: Norm's x has no width");
+  const float* weight;
+  TRY(read_vector(context, 1, "weight", width, &weight));
   TRY(read_floats(context, 2, "delta", &delta));
-  if (delta.data && elements(delta, delta.rank) != elements(x, x.rank)) return invalid("edgespec: Norm's delta has %lld elements, expected %lld", (long long)elements(delta, delta.rank), (long long)elements(x, x.rank));
-  n.x = static_cast<const float*>(x.data); n.delta = static_cast<const float*>(delta.data);
+  if (delta.data && delta.size() != x.size()) return invalid("edgespec: Norm's delta has %lld elements, expected %lld", delta.size(), x.size());
   size_t outputs;
   TRY(num_outputs(context, &outputs));
-  float** places[] = {&n.normed, &n.sum};
-  for (size_t i = 0; i < outputs && i < 2; i++) {
-    OrtValue* y; void* p;
-    TRY(output(context, i, x.dims, x.rank, &y));
-    if (!y) continue;  // it has no name
-    TRY(data(y, &p));
-    *places[i] = static_cast<float*>(p);
-  }
-  if (n.sum && !n.delta) return invalid("edgespec: Norm gives a sum only with a delta");
-  const int64_t rows = elements(x, x.rank - 1);
-  run_all(rows * n.width < 65536, norm_row, rows, &n);
+  float *normed, *sum = nullptr;
+  TRY(open(context, 0, x, &normed));
+  if (outputs > 1) TRY(open(context, 1, x, &sum));
+  if (sum && rows && !delta.data) return invalid("edgespec: Norm gives a sum only with a delta");
+  run_all(rows * width < 65536, rows, [&](int64_t row) {
+    const int64_t at = row * width;
+    // What is not asked for is written to the place of the result first.
+    kernels_in_use().attention->norm(x.floats() + at, delta.data ? delta.floats() + at : nullptr, weight, epsilon, width, normed + at, (sum ? sum : normed) + at);
+  });
   return nullptr;
 }
 

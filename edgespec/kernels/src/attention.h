@@ -73,7 +73,9 @@ template <int32_t kType> struct Keys {
 template <int32_t kType> struct Values {
   static constexpr bool kAdds = true;
   const uint8_t* data; int cells;
-  INLINE const uint8_t* place(int at, int k) const { return data + (kType == F16 ? (int64_t(at) * cells + k) * kLanes * 2 : int64_t(at / 2) * 34 * cells + (at % 2 * cells + k) * kLanes); }
+  INLINE const uint8_t* place(int at, int k) const {
+    return data + (kType == F16 ? (int64_t(at) * cells + k) * kLanes * 2 : int64_t(at / 2) * 34 * cells + (at % 2 * cells + k) * kLanes);
+  }
   INLINE Lanes::Float vector(int at, int k) const {
     if constexpr (kType == F16) return Lanes::load_halves(place(at, k));
     else return Lanes::multiply(Lanes::load_codes(place(at, k)), Lanes::broadcast_half(data + int64_t(at / 2) * 34 * cells + 32 * cells + 2 * k));
@@ -149,7 +151,9 @@ template <int32_t kType> void attend_to(const Attend& a) {
   in_both(a.keys, a.tail_keys, low, high, [&](const uint8_t* data, int zero, int, int from, int to) {
     for (int cell = from; cell < to; cell += kStep * kLanes) for_groups([&](int first, int pairs) {
       const int last = cell + kStep * kLanes < to ? cell + kStep * kLanes : to;
-      accumulate_all(Keys<kType>{data, a.size}, (cell - zero) / kLanes, (last - zero) / kLanes, pairs, 0, a.size, a.queries + int64_t(first) * a.size, a.size, a.scores + int64_t(first) * kChunk + cell, kChunk);
+      const float* queries = a.queries + int64_t(first) * a.size;
+      float* scores = a.scores + int64_t(first) * kChunk + cell;
+      accumulate_all(Keys<kType>{data, a.size}, (cell - zero) / kLanes, (last - zero) / kLanes, pairs, 0, a.size, queries, a.size, scores, kChunk);
     });
   });
   for (int p = 0; p < a.pairs; p++) {
@@ -160,7 +164,9 @@ template <int32_t kType> void attend_to(const Attend& a) {
     last = at + kStep < a.size / kLanes ? at + kStep : a.size / kLanes;
     const auto add = [&](int pair, int count, int from, int to) {
       in_both(a.values, a.tail_values, from, to, [&](const uint8_t* data, int zero, int cells, int from, int to) {
-        accumulate_all(Values<kType>{data, cells}, at, last, count, from - zero, to - zero, a.scores + int64_t(pair) * kChunk + zero, kChunk, a.results + pair * a.stride + kResult + at * kLanes, a.stride);
+        const float* weights = a.scores + int64_t(pair) * kChunk + zero;
+        float* sums = a.results + pair * a.stride + kResult + at * kLanes;
+        accumulate_all(Values<kType>{data, cells}, at, last, count, from - zero, to - zero, weights, kChunk, sums, a.stride);
       });
     };
     int begin = 0, end = kChunk;  // of the cells that all of them see

@@ -152,25 +152,19 @@ struct Attention;
 struct Recurrence;
 
 // One instruction set's kernels. All give the same bits.
-struct Path {
-  const char* name;
-  bool (*is_supported)();
+struct Kernels {
   // Row `row` of a block of `rows` rows: x [k] -> activations [k / inputs][rows]; [rows][k] if inputs is 1. With a gate x is
-  // [2 k], and what is quantised is the gate of its first half times its second. Returns whether the row is uneven: what its codes
-  // leave, which goes to `rest` [k] (or null), is worth a second product.
+  // [2 k], and what is quantised is the gate of its first half times its second. Returns whether the row is uneven: what its
+  // codes leave, which goes to `rest` [k] (or null), is worth a second product.
   bool (*quantise)(int inputs, int gate, const float* x, int64_t k, int64_t row, int64_t rows, uint8_t* out, float* rest);
-  // y [rows, stride] of the outputs of the tiles first..last; rows <= kRowBlock. y and bias (or null) begin at the matrix's first output.
+  // y [rows, stride] of the outputs of the tiles first..last; rows <= kRowBlock. y and bias (or null) begin at the matrix's
+  // first output.
   void (*product)(int32_t type, const uint8_t* tiles, int64_t n, int64_t k, const uint8_t* activations, int rows, float* y, int64_t stride, const float* bias, int64_t first, int64_t last);
   const Attention* attention;
   const Recurrence* recurrence;
 };
-extern const Path kPortable, kAvx2, kAvxVnni, kAvx512, kNeonDot, kNeonI8mm;  // the ones after the first on their processors only
-bool has_avx2();
-bool has_avx_vnni();
-bool has_avx512_vnni();
-bool has_neon_dot();
-bool has_neon_i8mm();
-const Path& path_in_use();
+const Kernels& kernels_in_use();
+const char* path_in_use();
 bool choose_path(const char* name);
 
 int64_t packed_bytes(int32_t type, int64_t n, int64_t k);  // -1: unknown type or bad size

@@ -6,7 +6,7 @@
 using namespace edgespec;
 
 EXPORT int32_t edgespec_abi_version() { return 5; }
-EXPORT const char* edgespec_path() { return path_in_use().name; }
+EXPORT const char* edgespec_path() { return path_in_use(); }
 // 0 if this processor has that path.
 EXPORT int32_t edgespec_choose_path(const char* name) { return choose_path(name) ? 0 : -1; }
 EXPORT int64_t edgespec_packed_bytes(int32_t type, int64_t n, int64_t k) { return packed_bytes(type, n, k); }
@@ -29,7 +29,7 @@ EXPORT int64_t edgespec_scratch_bytes(int32_t type, int64_t k, int64_t m) {
 // y [m, n] of the outputs of the tiles first_tile..last_tile = x [m, k] times the matrix + bias [n] (or null), in this thread.
 EXPORT int32_t edgespec_product(int32_t type, const uint8_t* tiles, int64_t n, int64_t k, const float* x, int64_t m, float* y, const float* bias, uint8_t* scratch, int64_t first_tile, int64_t last_tile) {
   if (packed_bytes(type, n, k) < 0 || m < 1 || first_tile < 0 || last_tile > (n - 1) / kOutputs + 1) return -1;
-  const Path& path = path_in_use();
+  const Kernels& path = kernels_in_use();
   for (int64_t start = 0; start < m; start += kRowBlock) {
     const int rows = int(m - start < kRowBlock ? m - start : kRowBlock);
     for (int r = 0; r < rows; r++) path.quantise(format(type).inputs, kNoGate, x + (start + r) * k, k, r, rows, scratch, nullptr);

@@ -6,7 +6,7 @@
 
 namespace edgespec {
 namespace {
-// Activations to int8. The twins in path_portable.cpp say the same in plain C++. `count` is a multiple of 16.
+// Activations to int8. The twins in lanes_portable.h say the same in plain C++. `count` is a multiple of 16.
 uint32_t largest_bits(const float* x, int count) {
   uint32x4_t top[4] = {};
   for (int i = 0; i < count; i += 16) UNROLL for (int j = 0; j < 4; j++) top[j] = vmaxq_u32(top[j], vreinterpretq_u32_f32(vabsq_f32(vld1q_f32(x + i + 4 * j))));

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include "onnxruntime.h"
 #include "formats.h"
 #include "threads.h"
@@ -12,12 +13,21 @@ namespace edgespec {
 constexpr int kMaxRank = 8;
 #define TRY(expression) if (OrtStatus* status = (expression)) return status
 
+template <class T> T printable(T x) { return x; }
+inline long long printable(int64_t x) { return x; }  // as %lld, on every system
 template <class... Args> OrtStatus* invalid(const char* format, Args... args) {
   char text[256];
-  snprintf(text, sizeof text, format, args...);
+  snprintf(text, sizeof text, format, printable(args)...);
   return error(kInvalidArgument, text);
 }
+inline OrtStatus* out_of_memory() { return error(kFail, "edgespec: out of memory"); }
 
+// A part of scratch memory: `count` values, and where their address goes.
+struct Piece {
+  void* out;
+  int64_t bytes;
+  template <class T> Piece(T** out, int64_t count) : out(out), bytes((count * int64_t(sizeof(T)) + 63) & ~int64_t(63)) {}
+};
 // Scratch memory of a run, lent by a few buffers that all kernels share: sessions may run at once, and what was used last is still in the cache.
 struct Scratch {
   static constexpr int kSlots = 32;
@@ -43,6 +53,14 @@ struct Scratch {
     data = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(buffer + 1) + 63) & ~uintptr_t(63));
     return true;
   }
+  OrtStatus* get(std::initializer_list<Piece> pieces) {
+    int64_t size = 0;
+    for (const Piece& each : pieces) size += each.bytes;
+    if (!get(size_t(size))) return out_of_memory();
+    uint8_t* at = data;
+    for (const Piece& each : pieces) { memcpy(each.out, &at, sizeof at); at += each.bytes; }
+    return nullptr;
+  }
   ~Scratch() { give_back(buffer); }
   static void give_back(Buffer* buffer) {
     for (auto& slot : slots) { Buffer* none = nullptr; if (!buffer || slot.compare_exchange_strong(none, buffer, std::memory_order_release)) return; }
@@ -50,16 +68,21 @@ struct Scratch {
   }
 };
 
-// Memory of a step, taken in pieces: counted if `data` is null.
-struct Pieces {
-  uint8_t* data;
-  int64_t size;
-  template <class T> void take(T** out, int64_t count) {
-    if (data) *out = reinterpret_cast<T*>(data + size);
-    size += (count * int64_t(sizeof(T)) + 63) & ~int64_t(63);
+struct Tensor {
+  const void* data;  // null: left out, or without elements
+  int type;          // 0: left out
+  size_t rank;
+  int64_t dims[kMaxRank];
+  const float* floats() const { return static_cast<const float*>(data); }
+  int64_t width() const { return rank ? dims[rank - 1] : 0; }
+  int64_t rows() const { return rank ? product(rank - 1) : 0; }  // of this width
+  int64_t size() const { return product(rank); }
+  int64_t product(size_t count) const {
+    int64_t all = 1;
+    for (size_t i = 0; i < count; i++) all *= dims[i];
+    return all;
   }
 };
-struct Tensor { const void* data; int type; size_t rank; int64_t dims[kMaxRank]; };
 inline OrtStatus* read(const OrtValue* value, const char* name, int type, Tensor* out) {
   OrtShape* s;
   TRY(shape(value, &s));
@@ -75,27 +98,54 @@ inline OrtStatus* read(const OrtValue* value, const char* name, int type, Tensor
   out->data = p;
   return nullptr;
 }
-inline int64_t elements(const Tensor& t, size_t rank) {
-  int64_t count = 1;
-  for (size_t i = 0; i < rank; i++) count *= t.dims[i];
-  return count;
-}
-struct Row { int32_t slot, position, cell, parent; };  // see attention.cpp
-inline OrtStatus* read_floats(const OrtKernelContext* context, size_t at, const char* name, Tensor* out) {
+inline OrtStatus* read(const OrtKernelContext* context, size_t at, const char* name, int type, Tensor* out) {
   const OrtValue* value;
   TRY(input(context, at, &value));
-  out->data = nullptr;
-  return value ? read(value, name, kTypeFloat, out) : nullptr;
+  *out = {};
+  return value ? read(value, name, type, out) : nullptr;
 }
+inline OrtStatus* read_floats(const OrtKernelContext* context, size_t at, const char* name, Tensor* out) { return read(context, at, name, kTypeFloat, out); }
+// Null: left out.
 inline OrtStatus* read_vector(const OrtKernelContext* context, size_t at, const char* name, int64_t size, const float** out) {
   Tensor t;
-  const OrtValue* value;
-  *out = nullptr;
-  TRY(input(context, at, &value));
-  if (!value) return nullptr;
-  TRY(read(value, name, kTypeFloat, &t));
-  if (elements(t, t.rank) != size) return invalid("edgespec: %s has %lld elements, expected %lld", name, (long long)elements(t, t.rank), (long long)size);
-  *out = static_cast<const float*>(t.data);
+  TRY(read_floats(context, at, name, &t));
+  if (t.type && t.size() != size) return invalid("edgespec: %s has %lld elements, expected %lld", name, t.size(), size);
+  *out = t.floats();
+  return nullptr;
+}
+struct Row { int32_t slot, position, cell, parent; };  // see attention.cpp
+inline OrtStatus* read_rows(const OrtKernelContext* context, size_t at, const char* called, int64_t count, const Row** out) {
+  Tensor rows;
+  TRY(read(context, at, "rows", kTypeInt32, &rows));
+  if (rows.size() != 4 * count) return invalid("edgespec: %s has %lld numbers of rows, expected 4 for each of %lld rows", called, rows.size(), count);
+  *out = static_cast<const Row*>(rows.data);
+  return nullptr;
+}
+// Output `at` in this shape; null: it has no name.
+inline OrtStatus* open(OrtKernelContext* context, size_t at, const Tensor& shape, float** out) {
+  static float nothing;  // of an output without elements
+  OrtValue* value;
+  void* p = nullptr;
+  TRY(output(context, at, shape.dims, shape.rank, &value));
+  if (value) TRY(data(value, &p));
+  *out = value && !p ? &nothing : static_cast<float*>(p);
+  return nullptr;
+}
+// An attribute, and where it goes; one that may be left out changes nothing then.
+struct Attribute {
+  const char* name;
+  int64_t* whole;
+  float* real;
+  bool is_optional;
+  Attribute(const char* name, int64_t* out, bool is_optional = false) : name(name), whole(out), real(nullptr), is_optional(is_optional) {}
+  Attribute(const char* name, float* out, bool is_optional = false) : name(name), whole(nullptr), real(out), is_optional(is_optional) {}
+};
+inline OrtStatus* read_attributes(const OrtKernelInfo* info, std::initializer_list<Attribute> attributes) {
+  for (const Attribute& each : attributes) {
+    OrtStatus* bad = each.whole ? attribute(info, each.name, each.whole) : attribute(info, each.name, each.real);
+    if (bad && !each.is_optional) return bad;
+    if (bad) release(bad);
+  }
   return nullptr;
 }
 // What a program holds in its memory, which graphs name by a number. `T` has `number` and `next`, and comes from malloc.
@@ -115,6 +165,13 @@ template <class T> class Registry {
     for (const T* each = first; each; each = each->next) if (each->number == number) return each;
     return nullptr;
   }
+  // What input `at` names.
+  OrtStatus* find(const OrtKernelContext* context, size_t at, const char* called, const char* wanted, const T** out) {
+    Tensor number;
+    TRY(read(context, at, wanted, kTypeInt64, &number));
+    if (number.size() == 1 && (*out = find(*static_cast<const int64_t*>(number.data)))) return nullptr;
+    return invalid("edgespec: %s names %s that nobody holds", called, wanted);
+  }
   int64_t add(T* made) {
     Lock lock(in_use);
     made->number = ++last; made->next = first;
@@ -129,16 +186,15 @@ template <class T> class Registry {
 // The tiles of input `at`: of a constant initializer when a kernel is made (`info`), else of a run (`context`), if `out` has none yet.
 OrtStatus* constant_tiles(const OrtKernelInfo* info, size_t at, const char* name, int64_t bytes, const uint8_t** out);
 OrtStatus* input_tiles(const OrtKernelContext* context, size_t at, const char* name, int64_t bytes, const uint8_t** out);
-inline void optional(OrtStatus* status) { if (status) release(status); }  // of an attribute that keeps its default
-// In this thread where the work is smaller than what telling others costs.
-template <class Run> void run_all(bool is_small, void(ORT_CALL* run)(void*, size_t), int64_t count, Run* with) {
-  if (!is_small) return run_pieces(run, count, with);
-  for (int64_t i = 0; i < count; i++) run(with, size_t(i));
+// Calls f(0..count - 1), in this thread alone where the work is smaller than what telling others costs.
+template <class F> void run_all(bool is_small, int64_t count, F f) {
+  if (is_small) for (int64_t i = 0; i < count; i++) f(i);
+  else run_pieces([](void* with, size_t i) { (*static_cast<F*>(with))(int64_t(i)); }, count, &f);
 }
 
 // Constants of a node, kept for its life.
 template <class Kernel> OrtStatus* keep(const Kernel& kernel, void** out) {
-  if (!(*out = malloc(sizeof kernel))) return error(kFail, "edgespec: out of memory");
+  if (!(*out = malloc(sizeof kernel))) return out_of_memory();
   memcpy(*out, &kernel, sizeof kernel);
   return nullptr;
 }

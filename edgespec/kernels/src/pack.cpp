@@ -153,19 +153,25 @@ template <Type type> bool pack_blocks(const uint8_t* rows, int64_t num_rows, int
   return finite;
 }
 
-// The weights of a block of a GGUF's row.
-template <Type type> void decode(const uint8_t* p, float* y) {
+template <Type type> void weights_of(const Block& b, float* y) {
   constexpr Format f = format(type);
-  if constexpr (f.is_float()) *y = weight_at<type>(p, 0);
+  constexpr int group = f.is_super() ? f.group : f.inputs;
+  const float d = f.has_powers() ? float_of_bits(uint32_t(*b.d) << 23) : half_at(b.d), min = f.has_mins ? half_at(b.min) : 0;
+  for (int g = 0; g < f.inputs / group; g++) {
+    const float scale = f.is_super() ? d * float(b.scales[g]) : d, least = f.is_super() && f.has_mins ? -(min * float(b.mins[g])) : min;
+    for (int i = g * group; i < (g + 1) * group; i++) {
+      y[i] = scale * float((f.table ? f.table[b.codes[i]] : b.codes[i]) - f.offset);
+      if constexpr (f.has_mins) y[i] += least;
+    }
+  }
+}
+// Those of a block of a GGUF's row.
+template <Type type> void decode(const uint8_t* p, float* y) {
+  if constexpr (format(type).is_float()) *y = weight_at<type>(p, 0);
   else {
     Block b;
     unpack<type>(p, &b);
-    const float d = f.has_powers() ? float_of_bits(uint32_t(*b.d) << 23) : half_at(b.d), min = f.has_mins ? half_at(b.min) : 0;
-    constexpr int group = f.is_super() ? f.group : f.inputs;
-    for (int g = 0; g < f.inputs / group; g++) {
-      const float scale = f.is_super() ? d * float(b.scales[g]) : d, least = !f.has_mins ? 0 : f.is_super() ? -(min * float(b.mins[g])) : min;
-      for (int i = g * group; i < (g + 1) * group; i++) y[i] = scale * float((f.table ? f.table[b.codes[i]] : b.codes[i]) - f.offset) + least;
-    }
+    weights_of<type>(b, y);
   }
 }
 // 32 weights -> a block of Q4_0: the one that is farthest from zero becomes -8. Returns whether all are finite.
@@ -188,22 +194,22 @@ bool write_q4_0(const float* x, uint8_t* block) {
 
 template <Type type> void look_up_row(const uint8_t* tile, int output, int64_t blocks, float* y) {
   constexpr Format f = format(type);
-  for (int64_t b = 0; b < blocks; b++, tile += f.tile_bytes(), y += f.inputs) {
+  for (int64_t at = 0; at < blocks; at++, tile += f.tile_bytes(), y += f.inputs) {
     if constexpr (f.is_float()) *y = weight_at<type>(tile, output);
     else {
-      const float d = f.has_powers() ? float_of_bits(uint32_t(tile[output]) << 23) : half_at(tile + 2 * output), min = f.has_mins ? half_at(tile + 32 + 2 * output) : 0;
+      Block b;
+      b.d = tile + (f.has_powers() ? 1 : 2) * output; b.min = tile + 32 + 2 * output;
+      for (int g = 0; g < f.scales() / kOutputs; g++) {
+        const uint8_t* pair = tile + f.halves() + g / 2 * 32 + 2 * output + g % 2;
+        b.scales[g] = int8_t(pair[0]);
+        if constexpr (f.has_mins) b.mins[g] = int8_t(pair[f.scales()]);
+      }
       for (int i = 0; i < f.inputs; i++) {
         const uint8_t* planes = tile + f.planes_at() + i / 32 * f.plane_bytes();
-        int code = read_planes<f.low>(planes, output, i % 32);
-        if constexpr (f.high != 0) code |= read_planes<f.high>(planes + 64 * f.low, output, i % 32) << f.low;
-        if constexpr (f.table != nullptr) code = f.table[code];
-        const float q = float(code - f.offset);
-        if constexpr (f.is_super()) {
-          const uint8_t* pair = tile + f.halves() + i / f.group / 2 * 32 + 2 * output + i / f.group % 2;
-          y[i] = d * float(int8_t(pair[0])) * q;
-          if constexpr (f.has_mins) y[i] -= min * float(int8_t(pair[f.scales()]));
-        } else y[i] = f.has_mins ? d * q + min : d * q;
+        b.codes[i] = read_planes<f.low>(planes, output, i % 32);
+        if constexpr (f.high != 0) b.codes[i] |= uint8_t(read_planes<f.high>(planes + 64 * f.low, output, i % 32) << f.low);
       }
+      weights_of<type>(b, y);
     }
   }
 }

@@ -22,14 +22,14 @@ bool saves(unsigned state) {
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return has_bits(low, state);
 }
-}  // namespace
-
 bool has_avx2() { return saves(6) && has_bits(cpuid(1, 0).c, 1u << 28 | 1u << 12 | 1u << 29) && has_bits(cpuid(7, 0).b, 1u << 5); }  // AVX, FMA, F16C; AVX2
-bool has_avx_vnni() { return has_avx2() && has_bits(cpuid(7, 1).a, 1u << 4); }
-bool has_avx512_vnni() {
+bool has_avxvnni() { return has_avx2() && has_bits(cpuid(7, 1).a, 1u << 4); }
+bool has_avx512() {
   const Registers r = cpuid(7, 0);
   return has_avx2() && saves(0xe6) && has_bits(r.b, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31) && has_bits(r.c, 1u << 11);  // F, DQ, BW, VL; VNNI
 }
+constexpr char avx2_name[] = "avx2", avxvnni_name[] = "avx-vnni", avx512_name[] = "avx512-vnni";
+}  // namespace
 }  // namespace edgespec
 #elif defined(__aarch64__)
 #if defined(__APPLE__)
@@ -54,44 +54,40 @@ bool has([[maybe_unused]] unsigned long word, [[maybe_unused]] int bit, [[maybe_
   return getauxval(word) >> bit & 1;
 #endif
 }
+bool has_neondot() { return has(16, 20, 43, "hw.optional.arm.FEAT_DotProd"); }  // AT_HWCAP, HWCAP_ASIMDDP; PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE
+bool has_neoni8mm() { return has_neondot() && has(26, 13, 66, "hw.optional.arm.FEAT_I8MM"); }  // AT_HWCAP2, HWCAP2_I8MM; PF_ARM_V82_I8MM_INSTRUCTIONS_AVAILABLE
+constexpr char neondot_name[] = "neon-dot", neoni8mm_name[] = "neon-i8mm";
 }  // namespace
-
-bool has_neon_dot() { return has(16, 20, 43, "hw.optional.arm.FEAT_DotProd"); }  // AT_HWCAP, HWCAP_ASIMDDP; PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE
-bool has_neon_i8mm() { return has_neon_dot() && has(26, 13, 66, "hw.optional.arm.FEAT_I8MM"); }  // AT_HWCAP2, HWCAP2_I8MM; PF_ARM_V82_I8MM_INSTRUCTIONS_AVAILABLE
 }  // namespace edgespec
 #endif
 
+// EDGESPEC_PATHS: PATH(its name) for each instruction set that the build's compiler knows, the best first.
 namespace edgespec {
+#define PATH(name) extern const Kernels name;
+EDGESPEC_PATHS
+PATH(portable)
+#undef PATH
 namespace {
-const Path* const kPaths[] = {
-#if defined(__x86_64__) && !defined(EDGESPEC_WITHOUT_AVX512)  // the build leaves out what its compiler does not know
-    &kAvx512,
-#endif
-#if defined(__x86_64__) && !defined(EDGESPEC_WITHOUT_AVXVNNI)
-    &kAvxVnni,
-#endif
-#if defined(__x86_64__) && !defined(EDGESPEC_WITHOUT_AVX2)
-    &kAvx2,
-#endif
-#if defined(__aarch64__) && !defined(EDGESPEC_WITHOUT_NEONI8MM)
-    &kNeonI8mm,
-#endif
-#if defined(__aarch64__) && !defined(EDGESPEC_WITHOUT_NEONDOT)
-    &kNeonDot,
-#endif
-    &kPortable};
+bool has_portable() { return true; }
+constexpr char portable_name[] = "portable";
+#define PATH(name) {name##_name, has_##name, &name},
+struct Path { const char* name; bool (*is_supported)(); const Kernels* kernels; };
+const Path kPaths[] = {EDGESPEC_PATHS PATH(portable)};
 std::atomic<const Path*> chosen;
-}  // namespace
 
-const Path& path_in_use() {
+const Path& path() {
   const Path* path = chosen.load(std::memory_order_relaxed);
   if (path) return *path;
-  for (const Path* p : kPaths) if (p->is_supported()) { path = p; break; }
+  for (path = kPaths; !path->is_supported();) path++;
   chosen.store(path, std::memory_order_relaxed);
   return *path;
 }
+}  // namespace
+
+const Kernels& kernels_in_use() { return *path().kernels; }
+const char* path_in_use() { return path().name; }
 bool choose_path(const char* name) {
-  for (const Path* p : kPaths) if (!strcmp(p->name, name) && p->is_supported()) { chosen.store(p, std::memory_order_relaxed); return true; }
+  for (const Path& p : kPaths) if (!strcmp(p.name, name) && p.is_supported()) { chosen.store(&p, std::memory_order_relaxed); return true; }
   return false;
 }
 }  // namespace edgespec

@@ -1,4 +1,4 @@
-// Activations to int8, for all x86 paths. The twins in path_portable.cpp say the same in plain C++.
+// Activations to int8, for all x86 paths. The twins in lanes_portable.h say the same in plain C++.
 #pragma once
 #include <immintrin.h>
 #include "formats.h"

@@ -26,7 +26,7 @@ void add_logged(const Recurrence& kernels, const State& s, int64_t head, int64_t
 void add_all(const State& s, int64_t cell, float* copy) {
   const int64_t block = s.shape->size * kLanes;
   for (int64_t h = 0; h < s.shape->value_heads; h++) for (int64_t column = 0; column < s.shape->value_size / kLanes; column++, copy += block)
-    add_logged(*path_in_use().recurrence, s, h, column, 1, cell, copy, copy);
+    add_logged(*kernels_in_use().recurrence, s, h, column, 1, cell, copy, copy);
 }
 
 struct Layer {
@@ -47,7 +47,8 @@ struct Step {
   const Row* rows;
   int64_t count, num_parts, x_width, inner;
   const float *x, *gates, *kernel, *shift, *bias, *rate, *norm, *skip;
-  float *y, *inputs, *mixed, *betas, *decays, *overlaps, *deltas;  // inputs: of the convolution, those of a row input_stride apart
+  float *y, *mixed, *betas, *decays, *overlaps, *deltas;
+  const float* inputs;  // of the convolution, those of a row input_stride apart
   int64_t input_stride;
   Part* parts;
   int32_t* part_of;
@@ -78,9 +79,8 @@ bool mix(const Step& s, int64_t row) {
   s.kernels->convolve(inputs, s.kernel, s.shift, taps, s.shape->channels, s.layer.value_heads, s.mixed + row * s.shape->channels);
   return true;
 }
-void ORT_CALL mix_row(void* with, size_t number) {
-  Step& s = *static_cast<Step*>(with);
-  const int64_t row = int64_t(number), size = s.layer.size, heads = s.layer.value_heads;
+void mix_row(Step& s, int64_t row) {
+  const int64_t size = s.layer.size, heads = s.layer.value_heads;
   if (!mix(s, row)) { s.out_of_memory = true; return; }
   for (int64_t h = 0; h < s.layer.key_heads; h++) {
     float* query = s.query(row, h);
@@ -135,10 +135,8 @@ struct Columns {
     }
   }
 };
-void ORT_CALL run_head(void* with, size_t number) {
-  Step& s = *static_cast<Step*>(with);
-  const int64_t size = s.layer.size, values = s.layer.value_size, heads = s.layer.value_heads, head = int64_t(number) % heads;
-  const Part& part = s.parts[int64_t(number) / heads];
+void run_head(Step& s, const Part& part, int64_t head) {
+  const int64_t size = s.layer.size, values = s.layer.value_size;
   const int columns = s.kernels->columns;
   Scratch scratch;
   if (!scratch.get(size_t(columns * size * kLanes) * 4)) { s.out_of_memory = true; return; }
@@ -154,9 +152,8 @@ void ORT_CALL run_head(void* with, size_t number) {
     s.others->gate(kSilu, s.x + row * s.x_width + s.shape->channels + head * values, normed, values, y);
   }
 }
-void ORT_CALL log_row(void* with, size_t number) {
-  const Step& s = *static_cast<Step*>(with);
-  const int64_t row = int64_t(number), heads = s.layer.value_heads;
+void log_row(const Step& s, int64_t row) {
+  const int64_t heads = s.layer.value_heads;
   const Part& part = s.parts[s.part_of[row]];
   const State& state = part.state;
   if (part.last - row > state.rows) return;  // another row takes its place
@@ -167,17 +164,10 @@ void ORT_CALL log_row(void* with, size_t number) {
   memcpy(state.deltas(cell), s.deltas + row * s.inner, size_t(s.inner) * 4);
   memcpy(state.decays(cell), s.decays + row * heads, size_t(heads) * 4);
 }
-void ORT_CALL short_row(void* with, size_t number) {
-  Step& s = *static_cast<Step*>(with);
-  const int64_t row = int64_t(number), width = s.shape->channels;
+void short_row(Step& s, int64_t row) {
+  const int64_t width = s.shape->channels;
   if (!mix(s, row)) { s.out_of_memory = true; return; }
   for (int64_t i = 0; i < width; i++) s.y[row * width + i] = s.x[row * s.x_width + width + i] * s.mixed[row * width + i];
-}
-void ORT_CALL gate_row(void* with, size_t number) {
-  Step& s = *static_cast<Step*>(with);
-  const int64_t width = s.shape->channels;
-  const float* x = s.x + int64_t(number) * s.x_width;
-  for (int64_t i = 0; i < width; i++) s.inputs[int64_t(number) * width + i] = x[i] * x[2 * width + i];
 }
 
 // The parts of the pass, checked against the states. Their number, if `parts` is null.
@@ -189,19 +179,19 @@ OrtStatus* divide(Step* s, const char* name, Part* parts) {
       const Row& r = s->rows[last];
       const bool follows = r.parent < 0 ? r.parent == -1 && r.position == root.position : r.parent >= first && r.parent < last && s->rows[r.parent].position + 1 == r.position;
       if (r.slot < 0 || r.slot >= s->states->slots || root.position < 0 || r.cell != root.position + (last - first) || !follows)
-        return invalid("edgespec: %s has a row %lld (slot %d, position %d, cell %d, parent %d) outside %lld slots, or away from its parent or its place", name, (long long)last, r.slot, r.position, r.cell, r.parent, (long long)s->states->slots);
+        return invalid("edgespec: %s has a row %lld (slot %d, position %d, cell %d, parent %d) outside %lld slots, or away from its parent or its place", name, last, r.slot, r.position, r.cell, r.parent, s->states->slots);
     }
     if (!parts) { s->num_parts++; continue; }
     const State state = s->states->at(root.slot, s->layer.number);
     const State::Header header = state.header();
     Part part = {first, last, root.position, root.position ? header.start : 0, 0, state};
     if (part.base && (header.start < 0 || header.start > part.base || header.end < part.base || part.base - header.start > s->states->log))
-      return invalid("edgespec: %s has a row %lld at position %lld of a text whose state reaches %lld to %lld", name, (long long)first, (long long)part.base, (long long)header.start, (long long)header.end);
+      return invalid("edgespec: %s has a row %lld at position %lld of a text whose state reaches %lld to %lld", name, first, part.base, header.start, header.end);
     const int64_t floor = s->states->floors[root.slot], wanted = floor < part.base ? floor : part.base, least = part.base + (last - first) - s->states->log;
     part.settled = wanted > part.start ? wanted : part.start;
     if (part.settled < least) part.settled = least;
     for (int64_t row = first; row < last; row++) {
-      if (part.settled > part.base && row > first && s->rows[row].parent != row - 1) return invalid("edgespec: %s has %lld rows with branches, its states keep %lld", name, (long long)(last - first), (long long)s->states->log);
+      if (part.settled > part.base && row > first && s->rows[row].parent != row - 1) return invalid("edgespec: %s has %lld rows with branches, its states keep %lld", name, (last - first), s->states->log);
       s->part_of[row] = int32_t(s->num_parts);
     }
     for (int64_t i = 0; i < s->num_parts; i++) if (parts[i].state.memory == state.memory) return invalid("edgespec: %s has rows of slot %d apart", name, root.slot);
@@ -210,34 +200,19 @@ OrtStatus* divide(Step* s, const char* name, Part* parts) {
   return nullptr;
 }
 OrtStatus* read_places(const OrtKernelContext* context, size_t at, const char* name, const StateShape& wanted, Step* s) {
-  Tensor rows, number;
-  const OrtValue* value;
-  TRY(input(context, at, &value));
-  TRY(read(value, "rows", kTypeInt32, &rows));
-  if (elements(rows, rows.rank) != 4 * s->count) return invalid("edgespec: %s has %lld numbers of rows, expected 4 for each of %lld rows", name, (long long)elements(rows, rows.rank), (long long)s->count);
-  s->rows = static_cast<const Row*>(rows.data);
-  TRY(input(context, at + 1, &value));
-  TRY(read(value, "states", kTypeInt64, &number));
-  if (elements(number, number.rank) != 1 || !(s->states = all_states.find(*static_cast<const int64_t*>(number.data)))) return invalid("edgespec: %s names states that nobody holds", name);
-  if (s->layer.number < 0 || s->layer.number >= s->states->layers) return invalid("edgespec: %s is layer %lld of states of %lld layers", name, (long long)s->layer.number, (long long)s->states->layers);
+  TRY(read_rows(context, at, name, s->count, &s->rows));
+  TRY(all_states.find(context, at + 1, name, "states", &s->states));
+  if (s->layer.number < 0 || s->layer.number >= s->states->layers) return invalid("edgespec: %s is layer %lld of states of %lld layers", name, s->layer.number, s->states->layers);
   s->shape = s->states->shapes + s->layer.number;
-  if (memcmp(s->shape, &wanted, sizeof wanted)) return invalid("edgespec: %s is layer %lld of states, which has other sizes", name, (long long)s->layer.number);
+  if (memcmp(s->shape, &wanted, sizeof wanted)) return invalid("edgespec: %s is layer %lld of states, which has other sizes", name, s->layer.number);
   return divide(s, name, nullptr);
-}
-OrtStatus* open_output(OrtKernelContext* context, Tensor* x, int64_t width, float** y) {
-  OrtValue* value; void* p;
-  x->dims[x->rank - 1] = width;
-  TRY(output(context, 0, x->dims, x->rank, &value));
-  TRY(data(value, &p));
-  *y = static_cast<float*>(p);
-  return nullptr;
 }
 // Reads the kernel [taps, channels].
 OrtStatus* read_kernel(const OrtKernelContext* context, size_t at, int64_t channels, Step* s, StateShape* wanted) {
   Tensor kernel;
   TRY(read_floats(context, at, "kernel", &kernel));
-  if (kernel.rank != 2 || kernel.dims[1] != channels || kernel.dims[0] > kMostTaps) return invalid("edgespec: a kernel is not [2 to %d, %lld]", kMostTaps, (long long)channels);
-  s->kernel = static_cast<const float*>(kernel.data);
+  if (kernel.rank != 2 || kernel.dims[1] != channels || kernel.dims[0] > kMostTaps) return invalid("edgespec: a kernel is not [2 to %d, %lld]", kMostTaps, channels);
+  s->kernel = kernel.floats();
   wanted->channels = int32_t(channels); wanted->taps = int32_t(kernel.dims[0]);
   return nullptr;
 }
@@ -248,25 +223,21 @@ void settle(const Step& s) {
 // ---- DeltaNet and Mamba2, whose norm is a node of its own
 OrtStatus* create_delta(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info, void** out) {
   Layer l = {};
-  TRY(attribute(info, "layer", &l.number));
-  TRY(attribute(info, "key_heads", &l.key_heads));
-  TRY(attribute(info, "value_heads", &l.value_heads));
-  TRY(attribute(info, "size", &l.size));
   size_t inputs;
   TRY(num_inputs(info, &inputs));
   l.is_delta = inputs == 8;
-  TRY(attribute(info, "value_size", &l.value_size));
-  if (l.is_delta) TRY(attribute(info, "epsilon", &l.epsilon));
+  TRY(read_attributes(info, {{"layer", &l.number}, {"key_heads", &l.key_heads}, {"value_heads", &l.value_heads},
+                             {"size", &l.size}, {"value_size", &l.value_size}, {"epsilon", &l.epsilon, !l.is_delta}}));
   bool fits = true;
   for (const int64_t each : {l.key_heads, l.value_heads, l.size, l.value_size}) fits &= each > 0 && each <= 4096;
   if (!fits || (l.is_delta && l.size != l.value_size) || !l.shape(2).is_possible())
-    return invalid("edgespec: %s cannot have %lld heads of size %lld for %lld heads of keys of %lld", l.name(), (long long)l.value_heads, (long long)l.value_size, (long long)l.key_heads, (long long)l.size);
+    return invalid("edgespec: %s cannot have %lld heads of size %lld for %lld heads of keys of %lld", l.name(), l.value_heads, l.value_size, l.key_heads, l.size);
   return keep(l, out);
 }
 OrtStatus* ORT_CALL compute_delta(void* self, OrtKernelContext* context) {
   Step s = {};
   const Layer& l = s.layer = *static_cast<const Layer*>(self);
-  s.kernels = path_in_use().recurrence; s.others = path_in_use().attention;
+  s.kernels = kernels_in_use().recurrence; s.others = kernels_in_use().attention;
   Tensor x, gates;
   TRY(read_floats(context, 0, "x", &x));
   TRY(read_floats(context, 1, "rates", &gates));
@@ -274,36 +245,28 @@ OrtStatus* ORT_CALL compute_delta(void* self, OrtKernelContext* context) {
   s.inner = wanted.values();
   const int64_t channels = wanted.channels, rates = (1 + l.is_delta) * l.value_heads;
   s.x_width = s.input_stride = channels + s.inner;
-  if (!x.rank || x.dims[x.rank - 1] != s.x_width) return invalid("edgespec: %s's x is %lld wide, expected %lld", l.name(), (long long)(x.rank ? x.dims[x.rank - 1] : 0), (long long)s.x_width);
-  s.count = elements(x, x.rank - 1);
-  if (!gates.data || elements(gates, gates.rank) != rates * s.count) return invalid("edgespec: %s's rates are not %lld rows of %lld", l.name(), (long long)s.count, (long long)rates);
+  if (x.width() != s.x_width) return invalid("edgespec: %s's x is %lld wide, expected %lld", l.name(), x.width(), s.x_width);
+  s.count = x.rows();
+  if (!gates.data || gates.size() != rates * s.count) return invalid("edgespec: %s's rates are not %lld rows of %lld", l.name(), s.count, rates);
   TRY(read_kernel(context, 2, channels, &s, &wanted));
   TRY(read_vector(context, 3, "bias", l.value_heads, &s.bias));
   TRY(read_vector(context, 4, "rate", l.value_heads, &s.rate));
   TRY(read_vector(context, 5, l.is_delta ? "norm" : "skip", l.is_delta ? l.size : l.value_heads, l.is_delta ? &s.norm : &s.skip));
   if (!l.is_delta) TRY(read_vector(context, 6, "shift", channels, &s.shift));
   TRY(read_places(context, 7 - l.is_delta, l.name(), wanted, &s));
-  s.x = static_cast<const float*>(x.data); s.gates = static_cast<const float*>(gates.data);
-  s.inputs = const_cast<float*>(s.x);  // only read
-  TRY(open_output(context, &x, s.inner, &s.y));
+  s.x = x.floats(); s.gates = gates.floats();
+  s.inputs = s.x;
+  x.dims[x.rank - 1] = s.inner;
+  TRY(open(context, 0, x, &s.y));
   Scratch scratch;
-  for (Pieces pieces = {nullptr, 0};; pieces = {scratch.data, 0}) {
-    pieces.take(&s.mixed, s.count * channels);
-    pieces.take(&s.betas, s.count * l.value_heads);
-    pieces.take(&s.decays, s.count * l.value_heads);
-    pieces.take(&s.overlaps, s.count * l.key_heads);
-    pieces.take(&s.deltas, s.count * s.inner);
-    pieces.take(&s.part_of, s.count);
-    pieces.take(&s.parts, s.num_parts);
-    if (pieces.data) break;
-    if (!scratch.get(size_t(pieces.size))) return error(kFail, "edgespec: out of memory");
-  }
+  TRY(scratch.get({{&s.mixed, s.count * channels}, {&s.betas, s.count * l.value_heads}, {&s.decays, s.count * l.value_heads},
+                   {&s.overlaps, s.count * l.key_heads}, {&s.deltas, s.count * s.inner}, {&s.part_of, s.count}, {&s.parts, s.num_parts}}));
   TRY(divide(&s, l.name(), s.parts));
-  run_all(s.count * channels < 32768, mix_row, s.count, &s);
-  if (s.out_of_memory) return error(kFail, "edgespec: out of memory");
-  run_all((s.count + s.num_parts) * s.inner * l.size < 100000, run_head, s.num_parts * l.value_heads, &s);
-  if (s.out_of_memory) return error(kFail, "edgespec: out of memory");
-  run_all(s.count * channels < 65536, log_row, s.count, &s);
+  run_all(s.count * channels < 32768, s.count, [&](int64_t row) { mix_row(s, row); });
+  if (s.out_of_memory) return out_of_memory();
+  run_all((s.count + s.num_parts) * s.inner * l.size < 100000, s.num_parts * l.value_heads, [&](int64_t head) { run_head(s, s.parts[head / l.value_heads], head % l.value_heads); });
+  if (s.out_of_memory) return out_of_memory();
+  run_all(s.count * channels < 65536, s.count, [&](int64_t row) { log_row(s, row); });
   settle(s);
   return nullptr;
 }
@@ -311,39 +274,38 @@ OrtStatus* ORT_CALL compute_delta(void* self, OrtKernelContext* context) {
 // ---- ShortConv
 OrtStatus* create_short(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info, void** out) {
   Layer l = {};
-  TRY(attribute(info, "layer", &l.number));
+  TRY(read_attributes(info, {{"layer", &l.number}}));
   return keep(l, out);
 }
 OrtStatus* ORT_CALL compute_short(void* self, OrtKernelContext* context) {
   Step s = {};
   s.layer = *static_cast<const Layer*>(self);
-  s.kernels = path_in_use().recurrence;
+  s.kernels = kernels_in_use().recurrence;
   Tensor x;
   TRY(read_floats(context, 0, "x", &x));
-  s.x_width = x.rank ? x.dims[x.rank - 1] : 0;
+  s.x_width = x.width();
   const int64_t width = s.input_stride = s.x_width / 3;
-  if (width < 1 || s.x_width % 3 || width > 1 << 20) return invalid("edgespec: ShortConv's x is %lld wide, expected three times a width", (long long)s.x_width);
-  s.count = elements(x, x.rank - 1);
-  s.x = static_cast<const float*>(x.data);
+  if (width < 1 || s.x_width % 3 || width > 1 << 20) return invalid("edgespec: ShortConv's x is %lld wide, expected three times a width", s.x_width);
+  s.count = x.rows();
+  s.x = x.floats();
   StateShape wanted = {};
   TRY(read_kernel(context, 1, width, &s, &wanted));
   TRY(read_places(context, 2, "ShortConv", wanted, &s));
-  TRY(open_output(context, &x, width, &s.y));
+  x.dims[x.rank - 1] = width;
+  TRY(open(context, 0, x, &s.y));
   Scratch scratch;
-  for (Pieces pieces = {nullptr, 0};; pieces = {scratch.data, 0}) {
-    pieces.take(&s.inputs, s.count * width);
-    pieces.take(&s.mixed, s.count * width);
-    pieces.take(&s.part_of, s.count);
-    pieces.take(&s.parts, s.num_parts);
-    if (pieces.data) break;
-    if (!scratch.get(size_t(pieces.size))) return error(kFail, "edgespec: out of memory");
-  }
+  float* gated;
+  TRY(scratch.get({{&gated, s.count * width}, {&s.mixed, s.count * width}, {&s.part_of, s.count}, {&s.parts, s.num_parts}}));
+  s.inputs = gated;
   TRY(divide(&s, "ShortConv", s.parts));
   const bool is_small = s.count * width < 65536;
-  run_all(is_small, gate_row, s.count, &s);
-  run_all(is_small, short_row, s.count, &s);
-  if (s.out_of_memory) return error(kFail, "edgespec: out of memory");
-  run_all(is_small, log_row, s.count, &s);
+  run_all(is_small, s.count, [&](int64_t row) {
+    const float* x = s.x + row * s.x_width;
+    for (int64_t i = 0; i < width; i++) gated[row * width + i] = x[i] * x[2 * width + i];
+  });
+  run_all(is_small, s.count, [&](int64_t row) { short_row(s, row); });
+  if (s.out_of_memory) return out_of_memory();
+  run_all(is_small, s.count, [&](int64_t row) { log_row(s, row); });
   settle(s);
   return nullptr;
 }

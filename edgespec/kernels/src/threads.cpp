@@ -73,7 +73,7 @@ struct Team {
   struct Helper { Team* team; int index; };
   std::atomic<bool> is_taken;
   int size;
-  void (ORT_CALL* run)(void*, size_t);
+  void (*run)(void*, size_t);
   void* with;
   int shares;
   Bed bed;
@@ -150,7 +150,7 @@ void forget() {
 #endif
 }  // namespace
 
-void run_pieces(void(ORT_CALL* run)(void*, size_t), int64_t count, void* with) {
+void run_pieces(void (*run)(void*, size_t), int64_t count, void* with) {
   if (threads > 1 && count > 1) for (Team& team : teams) {
     if (team.is_taken.exchange(true, std::memory_order_acquire)) continue;
     team.run = run; team.with = with;

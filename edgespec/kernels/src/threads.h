@@ -2,9 +2,8 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include "onnxruntime.h"
 
 namespace edgespec {
 // Calls run(with, 0..count - 1) from this thread and as many others as `edgespec_use_threads` allows; returns when all are done.
-void run_pieces(void(ORT_CALL* run)(void*, size_t), int64_t count, void* with);
+void run_pieces(void (*run)(void*, size_t), int64_t count, void* with);
 }  // namespace edgespec

@@ -1,4 +1,5 @@
 // Plain C++ for any processor: slow, and the same bits.
+#pragma once
 #include <cmath>
 #include <cstring>
 #include "formats.h"
@@ -76,7 +77,3 @@ struct Lanes {
 };
 }  // namespace
 }  // namespace edgespec
-#include "products.h"
-#include "recurrence.h"
-
-namespace edgespec { const Path kPortable = {"portable", [] { return true; }, quantise, product, &kAttention, &kRecurrence}; }

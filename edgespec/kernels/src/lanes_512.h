@@ -1,5 +1,5 @@
 // AVX-512 with VNNI: 16 outputs are one register; vpdpbusd sums 64 exact products.
-#if defined(__AVX512VNNI__)
+#pragma once
 #include <immintrin.h>
 #include <cstring>
 #include "formats.h"
@@ -60,8 +60,3 @@ struct Lanes {
 };
 }  // namespace
 }  // namespace edgespec
-#include "products.h"
-#include "recurrence.h"
-
-namespace edgespec { const Path kAvx512 = {"avx512-vnni", has_avx512_vnni, quantise, product, &kAttention, &kRecurrence}; }
-#endif
