@@ -120,7 +120,7 @@ SPECS: dict[DrafterName, DrafterSpec] = {
     "ngram": DrafterSpec(cost="free", is_made=True, bytes_per_token=400, in_auto=False),
     "suffix": DrafterSpec(cost="free", is_made=True, bytes_per_token=600, most_tokens=1 << 16),
     "model": DrafterSpec((DRAFT,), "engine"),
-    "eagle3": DrafterSpec((EAGLE3_HEAD,), "engine", engines=("llamacpp",)),
+    "eagle3": DrafterSpec((EAGLE3_HEAD,), "engine"),
     "dflash": DrafterSpec((DFLASH_HEAD,), "engine", engines=("llamacpp",)),
     "mtp": DrafterSpec((MTP_LAYERS,), "engine"),
     "early-exit": DrafterSpec((EXIT,), "engine", engines=("onnx",)),

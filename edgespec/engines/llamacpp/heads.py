@@ -287,7 +287,7 @@ def own_layers(model: Any, vocabulary: Vocabulary, *, threads: int, context_leng
 def layers_sizes(width: int, vocabulary_size: int, context_length: int) -> HeadSizes:
     """Of such a layer in the target's own file: keys and values are at most as wide as the model."""
     kv_bytes = 2 * width * HALF_BYTES
-    return HeadSizes("mtp", width, width, vocabulary_size, vocabulary_size, context_length, 0, kv_bytes)
+    return HeadSizes("mtp", width, width, vocabulary_size, context_length, 0, kv_bytes)
 
 
 def _open(

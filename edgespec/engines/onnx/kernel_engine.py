@@ -21,7 +21,15 @@ from edgespec.engines.booked import Checkpoints, SequenceBook, SequenceRows
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import DEFAULT_CONTEXT, MOST_CHECKPOINTS
 from edgespec.engines.onnx.graph import HIDDEN, LOGITS, OUTPUT_ROWS, Graph, read_graph
-from edgespec.engines.onnx.library import Bindings, RunSwitch, SessionEngine, open_session, run_options, version
+from edgespec.engines.onnx.library import (
+    Bindings,
+    RunSwitch,
+    SessionEngine,
+    open_session,
+    run_options,
+    translated,
+    version,
+)
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import GgufFile, Source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
@@ -157,6 +165,14 @@ class KernelEngine(SessionEngine):
         count = len(rows)
         self._ids[:count], self._rows[:count] = token_ids, rows
         return self._run(count, np.arange(count))
+
+    def run_beside(self, session: Any, inputs: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
+        """The result of a graph of the same head, which `cancel` ends, too. Raises as a pass."""
+        self._require_open()
+        kernels().edgespec_use_threads(self._threads)
+        with translated(self._options):
+            found: NDArray[np.float32] = session.run(None, inputs, self._options)[0]
+        return found
 
     def read_cache_of(self, other: KernelEngine) -> None:
         """Attend to keys and values of another engine's cache, which lives as long."""

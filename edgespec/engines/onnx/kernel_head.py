@@ -1,5 +1,7 @@
 """Draft heads on our kernels: an engine of a layer that predicts a further token, with states as an input.
 
+EAGLE-3's reads a state that an encoder of its own makes of the inputs of the target's layers.
+
 Its passes take rows of several texts and trees at little more than the cost of one row, as the target's do. It has
 keys and values of its own, which stay behind when the target drops a draft: those of guesses are never kept. Gemma 4's
 drafter has none, and reads those of its target.
@@ -7,22 +9,26 @@ drafter has none, and reads those of its target.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.engines.head import DraftHead, HeadFacts, States
 from edgespec.engines.model_use import DEFAULT_CONTEXT
-from edgespec.engines.onnx.graph import HIDDEN, LOGITS, read_graph
+from edgespec.engines.onnx.graph import HIDDEN, read_graph
 from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.library import open_session
 from edgespec.engines.onnx.source import GgufFile
 from edgespec.errors import BatchError, CapabilityError, VocabularyMismatch
 from edgespec.formats.gguf.check import is_gemma4_drafter
 from edgespec.formats.gguf.header import read_header
-from edgespec.formats.gguf.heads import check_cache, read_head
+from edgespec.formats.gguf.heads import HeadSizes, check_cache, read_head
+from edgespec.formats.onnx.tiles import FEATURES
 from edgespec.types import Batch, Logits, TokenIds
 
 # Of a large vocabulary a layer scores the first tokens. A text of which so many of the latest are others gets these
@@ -40,23 +46,49 @@ class _Rest:
     def is_needed(self, token_ids: TokenIds) -> bool:
         source, latest = self._engine.source, token_ids[-_LATEST:]
         assert isinstance(source, GgufFile)
-        if not latest.size or np.mean(latest >= source.model.config.vocab_size) < _MANY:
+        if not (latest.size and source.num_unscored) or np.mean(latest >= source.model.config.vocab_size) < _MANY:
             return False
         if self._session is None and (made := source.rest_of_head()):
             self._session = open_session(made[0], source.folder, threads=1, provider="cpu", arrays=made[1])
         return self._session is not None
 
     def scores(self, states: States) -> Logits:
-        found: Logits = self._session.run([LOGITS], {HIDDEN: states})[0]
-        return found
+        return self._engine.run_beside(self._session, {HIDDEN: states})
+
+
+def columns(given: Sequence[int], read: Sequence[int], width: int) -> NDArray[np.intp]:
+    """Places of the states that are `read` among those that are `given`, each `width` wide: of layers; -1: the last."""
+    return np.concatenate([np.arange(width) + width * given.index(each) for each in read])
+
+
+class _Encoder:
+    """What a head with these `sizes` makes of the states that the target gives, with the inputs of `given_layers`."""
+
+    def __init__(self, engine: KernelEngine, sizes: HeadSizes, given_layers: tuple[int, ...]) -> None:
+        source = engine.source
+        assert isinstance(source, GgufFile)
+        self.feature_width = (len(given_layers) + 1) * sizes.target_width
+        self._engine, self._columns = engine, columns(given_layers, sizes.layers, sizes.target_width)
+        graph = source.encoder()
+        self._session = open_session(graph, source.folder, threads=1, provider="cpu", arrays=source.arrays())
+
+    def states(self, features: States) -> States:
+        """One state of each row of `features` [n, feature_width]."""
+        return self._engine.run_beside(self._session, {FEATURES: features[:, self._columns]})
 
 
 class KernelHead(DraftHead):
-    """One text's view of `engine`, which is closed with the head of the first text. Make it with `load_drafter`."""
+    """One text's view of `engine`, which is closed with the head of the first text. Make it with `load_drafter`.
 
-    def __init__(self, engine: KernelEngine, slot: int = 0, rest: _Rest | None = None) -> None:
+    `sizes` of a file of its own; of its `drafted_ids` it has scores alone.
+    """
+
+    _encoder: _Encoder | None = None
+
+    def __init__(self, engine: KernelEngine, sizes: HeadSizes | None = None) -> None:
         width, facts = engine.features.shape[1], engine.facts
-        self._engine, self._slot, self._rest, self._scores_all = engine, slot, rest or _Rest(engine), False
+        self._engine, self._slot, self._rest, self._scores_all = engine, 0, _Rest(engine), False
+        self._drafted = np.array(sizes.drafted_ids if sizes else (), np.intp)
         self.start = self.end = 0
         self.facts = HeadFacts(
             context_length=facts.context_length,
@@ -72,9 +104,14 @@ class KernelHead(DraftHead):
     def follow(self, token_ids: TokenIds) -> None:
         self._scores_all = self._rest.is_needed(token_ids)
 
+    def read_layers(self, sizes: HeadSizes, given_layers: tuple[int, ...]) -> None:
+        """Read states of a target which gives the inputs of these layers, and the last state behind them."""
+        self._encoder = _Encoder(self._engine, sizes, given_layers)
+        self.facts = replace(self.facts, layers=sizes.layers, feature_width=self._encoder.feature_width)
+
     def encode(self, features: States) -> States:
         self._check_features(features)
-        return features
+        return features if self._encoder is None else self._encoder.states(features)
 
     def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
         self._check_pairs(token_ids, states)
@@ -109,9 +146,13 @@ class KernelHead(DraftHead):
     def _pass(self, batch: Batch, read: States) -> Logits:
         self._engine.features[: batch.width] = read
         found = self._engine.forward(batch)
-        if not self._scores_all:
+        if self._scores_all:
+            return np.concatenate((found, self._rest.scores(self._engine.hidden_states()[batch.outputs])), axis=1)
+        if not self._drafted.size:
             return found
-        return np.concatenate((found, self._rest.scores(self._engine.hidden_states()[batch.outputs])), axis=1)
+        spread = np.full((len(found), self._engine.vocabulary.size), -np.inf, np.float32)
+        spread[:, self._drafted] = found
+        return spread
 
     def rollback(self, to_end: int) -> None:
         self._check_position(to_end)
@@ -138,8 +179,11 @@ class KernelHead(DraftHead):
     def clear_cancel(self) -> None:
         self._engine.clear_cancel()
 
-    def another(self, sequence: int) -> KernelHead:
-        return KernelHead(self._engine, sequence, self._rest)
+    def another(self, sequence: int) -> Self:
+        found = copy(self)
+        found._slot, found._scores_all = sequence, False
+        found.start = found.end = 0
+        return found
 
     def close(self) -> None:
         if self._slot == 0:
@@ -160,29 +204,33 @@ class CacheHead(KernelHead):
 
 
 def load_drafter(target: KernelEngine, path: Path | None = None, context_length: int | None = None) -> KernelHead:
-    """The layer of `target` that predicts a further token, in its own file or in `path`, or Gemma 4's drafter.
+    """The layer of `target` that predicts a further token, in its own file or in `path`; of another head what is there.
 
     It attends to `context_length` pairs of each text, or to the target's cache. Raises ModelNotFound, ModelFileError,
     VocabularyMismatch, and CapabilityError for a drafter of another model.
     """
-    whole, vocabulary = target.source, target.vocabulary
+    whole, vocabulary, sizes = target.source, target.vocabulary, None
     if not isinstance(whole, GgufFile):
         raise CapabilityError("this draft head reads a model in GGUF: run the file that the export was made from")
     if path is not None:
         config, header = whole.model.config, read_header(path)
         if is_gemma4_drafter(header):
             check_cache(path.name, header, whole.model.header)
-        read_head(path).check_fits(path.name, config.hidden_size, config.num_layers, vocabulary.size)
+        sizes = read_head(path)
+        sizes.check_fits(path.name, config.hidden_size, config.num_layers, vocabulary.size)
         if list(header.tokens) != list(whole.model.header.tokens):
             raise VocabularyMismatch(f"{path.name} has other tokens than its target: give the file made for this model")
     source = whole.drafter(path)
-    length = min(context_length or DEFAULT_CONTEXT, target.facts.context_length)
-    if source.reads_cache:
-        length = target.facts.context_length
+    length = target.facts.context_length
+    if not source.reads_cache:
+        length = min(context_length or DEFAULT_CONTEXT, length, source.model.config.max_positions)
     graph = read_graph(source, cells=length, hidden_states=True)
     settings = replace(target.settings, context_length=length)
     engine = KernelEngine(source, graph, settings, source.config(), vocabulary)
-    if not source.reads_cache:
-        return KernelHead(engine)
-    engine.read_cache_of(target)
-    return CacheHead(engine)
+    if source.reads_cache:
+        engine.read_cache_of(target)
+        return CacheHead(engine)
+    head = KernelHead(engine, sizes)
+    if sizes and sizes.layers:
+        head.read_layers(sizes, target.state_layers)
+    return head

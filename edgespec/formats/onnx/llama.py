@@ -62,14 +62,14 @@ def llama_graph(
 
 def _kernel_graph(config: LlamaConfig) -> type[KernelGraph]:
     """The writer of a model's architecture; those of others than Llama's family extend `KernelGraph`."""
-    from edgespec.formats.onnx.eagle import EagleConfig, EagleGraph
+    from edgespec.formats.onnx.eagle import EagleConfig, EagleEncoder, EagleGraph
     from edgespec.formats.onnx.gemma4 import Gemma4Config, Gemma4DrafterGraph, Gemma4Graph
     from edgespec.formats.onnx.hybrid import ExpertsGraph, HybridConfig, HybridGraph, NextnGraph
 
     if isinstance(config, HybridConfig):
         return NextnGraph if config.is_nextn else HybridGraph
     if isinstance(config, EagleConfig):
-        return EagleGraph
+        return EagleEncoder if config.is_encoder else EagleGraph
     if isinstance(config, Gemma4Config):
         return Gemma4DrafterGraph if config.target_width else Gemma4Graph
     return ExpertsGraph if config.experts else KernelGraph
