@@ -57,9 +57,9 @@ class Entry:
     """A model to pull from `repo` of the hub, or from the Python package `repo` in its `version`, if that is given.
 
     `weights`: hub id of the original weights, as vLLM and the like read them; `family`: models of one family have the
-    same vocabulary; `draft`: the entry that drafts for it; `draft_only`: it is no use alone; `usual`: it is meant by a name without a size,
-    as in Ollama's library; `quant`: which of the repository's files; `verified`: what was tried here, empty for nothing; `sampling`: what its makers recommend, by
-    names of `Sampling`.
+    same vocabulary; `draft`: the entry that drafts for it; `draft_only`: it is no use alone; `usual`: it is meant by a
+    name without a size, as in Ollama's library; `quant`: which of the repository's files; `verified`: what was tried
+    here, empty for nothing; `sampling`: what its makers recommend, by names of `Sampling`.
     """
 
     name: str
