@@ -37,6 +37,7 @@ from edgespec.engines.model_files import HeldFiles
 from edgespec.engines.model_use import ModelUse
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import check_gguf, model_files
+from edgespec.formats.gguf.header import GgufHeader
 from edgespec.platform.memory import spare_memory
 from edgespec.types import PoolingName, TokenIds
 
@@ -46,11 +47,11 @@ class EncoderEngine(BookedEngine):
 
     vocabulary: LlamaCppVocabulary
 
-    def __init__(self, path: Path, model: Any, settings: ContextSettings) -> None:
+    def __init__(self, path: Path, header: GgufHeader, model: Any, settings: ContextSettings) -> None:
         self._model, self._cancel, self._book = model, CancelFlag(), SequenceBook(settings.max_sequences)
         self.vocabulary = LlamaCppVocabulary(model)
         self.facts = replace(
-            read_facts(model, settings),
+            read_facts(model, header, settings),
             can_rollback=False,
             max_branches=0,
             writes=False,
@@ -69,11 +70,12 @@ class EncoderEngine(BookedEngine):
             raise CapabilityError(
                 f"{path.name} gives embeddings, which a model on RPC servers does not: leave out --rpc"
             )
-        length = choose_context_length(path, check_gguf(path).context_length, use.context_length, use.default_context)
+        header = check_gguf(path)
+        length = choose_context_length(path, header.context_length, use.context_length, use.default_context)
         settings = ContextSettings.checked(use, length)
         model = open_for(path, settings)
         try:
-            return cls(path, model, settings)
+            return cls(path, header, model, settings)
         except BaseException:
             library().llama_model_free(model)
             raise

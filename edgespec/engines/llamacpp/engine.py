@@ -67,7 +67,9 @@ class LlamaCppEngine(BookedEngine):
 
     vocabulary: LlamaCppVocabulary
 
-    def __init__(self, path: Path, model: Any, context: Any, settings: ContextSettings, cancel: CancelFlag) -> None:
+    def __init__(
+        self, path: Path, header: GgufHeader, model: Any, context: Any, settings: ContextSettings, cancel: CancelFlag
+    ) -> None:
         llama = library()
         self._path, self._settings, self._cancel = path, settings, cancel
         self._embedder: Embedder | None = None
@@ -85,7 +87,7 @@ class LlamaCppEngine(BookedEngine):
         self._stamp = StateStamp.of("llamacpp", model_files(path), *kinds)
         self.vocabulary = LlamaCppVocabulary(model)
         self._max_outputs = settings.max_outputs(self.vocabulary.size)
-        self.facts: EngineFacts = read_facts(model, settings, context)
+        self.facts: EngineFacts = read_facts(model, header, settings, context)
         self._hidden_states = HiddenStates(model, context, self.facts.architecture, self._max_outputs)
         if not self.facts.can_rollback:
             # An aborted pass could not be rolled back; `forward` still checks the flag before each pass.
@@ -108,7 +110,7 @@ class LlamaCppEngine(BookedEngine):
         state = RunningState.of(header)
         length = choose_context_length(path, header.context_length, use.context_length, use.default_context)
         snapshots = state.snapshots(use.speculates) if state else 0
-        engine = cls._open(path, ContextSettings.checked(use, length, snapshots=snapshots), cancel)
+        engine = cls._open(path, header, ContextSettings.checked(use, length, snapshots=snapshots), cancel)
         with closed_on_failure(engine):
             if state and state.has_snapshots and not snapshots and not use.endpoints:
                 engine.facts = replace(engine.facts, why_no_speculation=ONLY_ASKED)
@@ -116,7 +118,7 @@ class LlamaCppEngine(BookedEngine):
         return engine
 
     @classmethod
-    def _open(cls, path: Path, settings: ContextSettings, cancel: CancelFlag) -> Self:
+    def _open(cls, path: Path, header: GgufHeader, settings: ContextSettings, cancel: CancelFlag) -> Self:
         llama, model = library(), open_for(path, settings)
         keeps_state = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
         settings = settings.for_model(keeps_state=keeps_state, has_window=llama.llama_model_n_swa(model) > 0)
@@ -125,7 +127,7 @@ class LlamaCppEngine(BookedEngine):
         except BaseException:
             llama.llama_model_free(model)
             raise
-        engine = cls(path, model, context, settings, cancel)
+        engine = cls(path, header, model, context, settings, cancel)
         with closed_on_failure(engine):
             state_size = partial(llama.llama_state_seq_get_size, context, 0)
             engine.facts = measured_facts(engine, path, settings, state_size)

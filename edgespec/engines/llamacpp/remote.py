@@ -8,9 +8,9 @@ cached in it are lost: their sequences are empty then, and must be rolled back t
 from __future__ import annotations
 
 import ctypes
+import logging
 import socket
 import struct
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +28,7 @@ from edgespec.contained import Child, ChildEnded
 from edgespec.engines.base import Engine, EngineFacts, check_threads
 from edgespec.engines.booked import BookedEngine, SequenceBook, SequenceRows
 from edgespec.engines.llamacpp.devices import devices, function, gpus, handles_of
-from edgespec.engines.llamacpp.library import CancelFlag, library
+from edgespec.engines.llamacpp.library import CancelFlag, library, logger
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.model_files import StateStamp
 from edgespec.engines.model_use import ModelUse
@@ -297,14 +297,14 @@ _engine: Engine | None = None
 def _load(path: Path, use: ModelUse, flag: Path) -> EngineFacts:
     """Load the model at `path`, on the devices of the servers of `use`. Raises as `LlamaCppEngine.load`."""
     from edgespec.engines.llamacpp.engine import LlamaCppEngine
-    from edgespec.engines.llamacpp.library import library, listening
 
     global _engine
+    logger.setLevel(logging.DEBUG)  # should ggml end this process, its last lines say why
+    logger.addHandler(logging.StreamHandler())
     library()
-    with listening(partial(print, file=sys.stderr, flush=True)):  # should ggml end this process, they say why
-        if use.endpoints:
-            add_servers(use.endpoints)
-        _engine = LlamaCppEngine.load(path, use, CancelFlag(flag))
+    if use.endpoints:
+        add_servers(use.endpoints)
+    _engine = LlamaCppEngine.load(path, use, CancelFlag(flag))
     return _engine.facts
 
 
