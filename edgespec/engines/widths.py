@@ -233,7 +233,11 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, advice: str) -> Engin
     found = _proved(engine, key, widest) if engine.facts.can_rollback else Proved(None)
     pinned = found.pinned
     if pinned is None:
-        raise CapabilityError(_why_none(found, advice))
+        when = ", as was seen when it ran before" if found.refuted else ""
+        raise CapabilityError(
+            f"this model cannot be reproducible on this machine: passes of different widths give different bits{when}. "
+            f"{advice}"
+        )
     max_batch = engine.facts.max_batch
     if pinned[1] >= WIDE_ENOUGH_FOR_PROMPTS:
         # Prompts are read at these widths too, so that a cache's bits depend on its tokens alone.
@@ -277,17 +281,6 @@ def _proved(engine: Engine, key: str, widest: int) -> Proved:
     found = Proved(find_class(engine, widest, MAX_PADDED_WIDTH))
     disk_cache.put("widths", key, found)
     return found
-
-
-def _why_none(found: Proved, advice: str) -> str:
-    if found.refuted:
-        return (
-            "this model cannot be reproducible on this machine: when it ran before, passes of different widths gave "
-            f"different bits. {advice}"
-        )
-    return (
-        f"this model cannot be reproducible on this machine: narrow passes give different bits at every width. {advice}"
-    )
 
 
 # -- while it is in use

@@ -150,7 +150,7 @@ def test_facts_are_what_the_file_holds(tiny_path):
         assert engine.facts.architecture == "llama"
         assert engine.facts.context_length == shape.context
         assert engine.facts.can_rollback
-        assert engine.facts.can_tree
+        assert engine.facts.max_branches
         assert engine.facts.threads == TEST_THREADS
         assert 0.9 * tiny_path.stat().st_size < engine.facts.weight_bytes < tiny_path.stat().st_size
         assert 2 * values <= engine.facts.kv_bytes_per_token <= 2 * values + 64

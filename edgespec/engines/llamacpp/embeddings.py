@@ -28,7 +28,6 @@ from edgespec.engines.llamacpp.settings import (
     CELLS_MULTIPLE,
     NO_POOLING,
     ContextSettings,
-    choose_context_length,
     new_context,
     open_for,
 )
@@ -71,7 +70,7 @@ class EncoderEngine(BookedEngine):
                 f"{path.name} gives embeddings, which a model on RPC servers does not: leave out --rpc"
             )
         header = check_gguf(path)
-        length = choose_context_length(path, header.context_length, use.context_length, use.default_context)
+        length = use.length_for(path.name, header.context_length)
         settings = ContextSettings.checked(use, length)
         model = open_for(path, settings)
         try:

@@ -37,7 +37,6 @@ from edgespec.engines.llamacpp.library import (
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
 from edgespec.engines.llamacpp.settings import (
     ContextSettings,
-    choose_context_length,
     create_context,
     open_for,
 )
@@ -108,7 +107,7 @@ class LlamaCppEngine(BookedEngine):
             use = replace(use, gpu_layers=-1)
         header = checked_target(path)
         state = RunningState.of(header)
-        length = choose_context_length(path, header.context_length, use.context_length, use.default_context)
+        length = use.length_for(path.name, header.context_length)
         snapshots = state.snapshots(use.speculates) if state else 0
         engine = cls._open(path, header, ContextSettings.checked(use, length, snapshots=snapshots), cancel)
         with closed_on_failure(engine):

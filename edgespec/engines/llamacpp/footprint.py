@@ -19,7 +19,6 @@ from edgespec.engines.llamacpp.settings import (
     CACHE_BYTES,
     CELLS_MULTIPLE,
     ContextSettings,
-    choose_context_length,
 )
 from edgespec.engines.model_use import MAX_BATCH, MOST_CHECKPOINTS, Footprint, ModelUse
 from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files
@@ -132,7 +131,7 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
     """The memory of the model at `path`. Raises ModelNotFound, ModelFileError, and ConfigError for a bad setting."""
     header = check_gguf(path)
     shape = Shape.of(header)
-    context = choose_context_length(path, header.context_length, use.context_length, use.default_context)
+    context = use.length_for(path.name, header.context_length)
     settings = _settings(path, header, use, context)
     kinds = [settings.cache_type_k, settings.cache_type_v]
     state = RunningState.of(header)

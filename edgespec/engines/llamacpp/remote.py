@@ -125,7 +125,6 @@ def _rpc_function(name: str, result: Any, *arguments: Any) -> Any:
 
 
 CANCEL_S = 4.0  # a pass that was cancelled and still runs then waits for a server that hangs
-_DIAGNOSIS_S = 1.0  # for each server, when the child has ended
 
 
 class RemoteEngine(BookedEngine):
@@ -198,18 +197,13 @@ class RemoteEngine(BookedEngine):
             raise ChildEnded("cancelled", "its server hangs")
 
     def _raise_lost(self, ended: ChildEnded) -> NoReturn:
-        """Find out which server is gone."""
         self._drop_child()
-        try:
-            ask_all(self._use.endpoints, _DIAGNOSIS_S)
-        except Unreachable as exc:
-            raise Unreachable(f"{exc}. The target was lost with it; the next answer connects again") from ended
         if self._cancel.is_set():
             self._cancel.clear()
             raise Cancelled("the pass was cancelled, and its process was ended") from ended
-        servers = f". All RPC servers ({', '.join(self._use.endpoints)}) answer now" if self._use.endpoints else ""
         raise Unreachable(
-            f"the process with the target ended ({ended}){servers}: the next answer loads the model again"
+            f"the process with the target ended ({ended}): the next answer loads the model again, and names an RPC "
+            "server that does not answer"
         ) from ended
 
     def _drop_child(self) -> None:
