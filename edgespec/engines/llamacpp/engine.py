@@ -24,7 +24,7 @@ from edgespec.engines.booked import BookedEngine, Checkpoints, SequenceBook, Seq
 from edgespec.engines.llamacpp.cells import Cells
 from edgespec.engines.llamacpp.embeddings import Embedder
 from edgespec.engines.llamacpp.facts import measured_facts, read_facts
-from edgespec.engines.llamacpp.footprint import ONLY_ASKED, RunningState
+from edgespec.engines.llamacpp.footprint import ONLY_ASKED, num_snapshots
 from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT as HEAD_CONTEXT
 from edgespec.engines.llamacpp.heads import MTP_STATES, Head, load_head, own_layers
 from edgespec.engines.llamacpp.library import (
@@ -106,12 +106,11 @@ class LlamaCppEngine(BookedEngine):
         if use.endpoints and not use.gpu_layers:
             use = replace(use, gpu_layers=-1)
         header = checked_target(path)
-        state = RunningState.of(header)
         length = use.length_for(path.name, header.context_length)
-        snapshots = state.snapshots(use.speculates) if state else 0
+        snapshots = num_snapshots(header, speculates=use.speculates)
         engine = cls._open(path, header, ContextSettings.checked(use, length, snapshots=snapshots), cancel)
         with closed_on_failure(engine):
-            if state and state.has_snapshots and not snapshots and not use.endpoints:
+            if num_snapshots(header, speculates=True) and not snapshots and not use.endpoints:
                 engine.facts = replace(engine.facts, why_no_speculation=ONLY_ASKED)
             engine._read_layers(use.state_layers)
         return engine

@@ -36,14 +36,12 @@ from edgespec.engines.onnx.graph import (
 from edgespec.engines.onnx.kernel_engine import HybridEngine, KernelEngine
 from edgespec.engines.onnx.library import (
     Bindings,
-    RunSwitch,
     SessionEngine,
     device_identity,
     library,
     open_session,
     providers_for,
     reason,
-    run_options,
     translated,
     version,
 )
@@ -71,9 +69,7 @@ class OnnxEngine(SessionEngine):
         self, session: Any, source: Source, graph: Graph, settings: OnnxSettings, config: ModelConfig, note: str = ""
     ) -> None:
         """`graph`: as `settings.provider` runs it in `session`; `note`: what the user should know of that."""
-        self._options = run_options()
-        self._cancel = RunSwitch(self._options)
-        self._bindings = Bindings(session, self._options)
+        self._bindings = self._cancel = Bindings(session)
         self._graph, self._settings = graph, settings
         self.vocabulary = TokenizerFile(source.folder, graph.vocabulary_size)
         self._caches: dict[int, list[Any]] = {}  # by sequence, made when first used: an array for each of `graph.cache`
@@ -302,8 +298,8 @@ class ConcatenatedEngine(OnnxEngine):
         for entry, array in zip(self._graph.cache, self._buffers(sequence), strict=True):
             feeds[entry.past] = make(np.ascontiguousarray(array[:, :, :base]))
         names = [LOGITS, *([HIDDEN] if self._has_hidden else []), *(entry.present for entry in self._graph.cache)]
-        with translated(self._options):
-            found, *present = self._bindings.session.run_with_ort_values(names, feeds, self._options)
+        with translated(self._bindings.options):
+            found, *present = self._bindings.session.run_with_ort_values(names, feeds, self._bindings.options)
         if self._has_hidden:
             self._hidden[: token_ids.size] = present.pop(0).numpy()[0]
         self._caches[sequence] = [value.numpy() for value in present]
