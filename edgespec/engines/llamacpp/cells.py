@@ -118,7 +118,7 @@ class Cells:
         copy the latest, although the last rows were dropped: it goes through a saved one. Raises EngineError.
         """
         if self._keeps_state:
-            self.load(self.save(source), self._lengths[source], destination)
+            self.load(self.state(source).data, self._lengths[source], destination)
             return
         self.trim(source)
         self.forget(destination)
@@ -142,15 +142,8 @@ class Cells:
         if result < 0:
             raise EngineError(f"llama.cpp failed on a copy of a sequence (result {result}): {complaints()}")
 
-    def save(self, sequence: int) -> memoryview:
-        """A sequence's state."""
-        return self._state(sequence).data
-
-    def running_state(self, sequence: int) -> NDArray[np.uint8]:
-        """A sequence's running state, without its keys and values."""
-        return self._state(sequence, RUNNING_STATE_ONLY)
-
-    def _state(self, sequence: int, flags: int = 0) -> NDArray[np.uint8]:
+    def state(self, sequence: int, flags: int = 0) -> NDArray[np.uint8]:
+        """A sequence's state; with RUNNING_STATE_ONLY without its keys and values."""
         self.trim(sequence)
         size = int(library().llama_state_seq_get_size_ext(self._context, sequence, flags))
         state = np.empty(size, np.uint8)

@@ -19,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.closing import closed_on_failure
-from edgespec.engines.base import EngineFacts, StatesOf, check_threads
+from edgespec.engines.base import EngineFacts, check_threads
 from edgespec.engines.booked import BookedEngine, Checkpoints, SequenceBook, SequenceRows, check_text
-from edgespec.engines.llamacpp.cells import Cells
+from edgespec.engines.llamacpp.cells import RUNNING_STATE_ONLY, Cells
 from edgespec.engines.llamacpp.embeddings import Embedder
 from edgespec.engines.llamacpp.facts import measured_facts, read_facts
 from edgespec.engines.llamacpp.footprint import ONLY_ASKED, num_snapshots
 from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT as HEAD_CONTEXT
-from edgespec.engines.llamacpp.heads import MTP_STATES, Head, load_head, own_layers
+from edgespec.engines.llamacpp.heads import MTP_STATES, Head, load_head
 from edgespec.engines.llamacpp.library import (
     CancelFlag,
     check_pass,
@@ -191,14 +191,16 @@ class LlamaCppEngine(BookedEngine):
         self._held.check()
         return self._embedder.embed(token_ids, pooling)
 
-    def load_head(self, path: Path, *, context_length: int | None = None, gpu_layers: int = 0) -> Head:
-        """The head `path` for this model; close it first. Raises as `heads.load_head`.
+    def load_head(self, path: Path | None = None, *, context_length: int | None = None, gpu_layers: int = 0) -> Head:
+        """The head `path` for this model, or its own multi-token prediction layers; close it first.
 
-        Where its target's keys and values are on a GPU, a gemma4's layers must be there too.
+        Where its target's keys and values are on a GPU, a gemma4's layers must be there too. Raises as
+        `heads.load_head`.
         """
         self._require_open()
-        header = read_header(path)
-        if is_gemma4_drafter(header):
+        if path is None:
+            context_length = min(context_length or HEAD_CONTEXT, self.facts.context_length)
+        elif is_gemma4_drafter(header := read_header(path)):
             check_cache(path.name, header, read_header(self._path))
             gpu_layers = 0 if self.facts.device == "cpu" else -1
         models, threads = (self._model, self._context), self.facts.threads
@@ -209,20 +211,9 @@ class LlamaCppEngine(BookedEngine):
             if found.facts.layers:
                 self.read_layers_alone(found.facts.layers)
             else:
-                self._give_states_of(MTP_STATES[found.form])
+                self.states_of = MTP_STATES[found.form]
+                self._hidden_states.give_of(self.states_of)
         return found
-
-    def load_mtp(self, *, context_length: int | None = None) -> Head:
-        """The model's multi-token prediction layers as a head; close it first. Raises as `own_layers`."""
-        self._require_open()
-        length = min(context_length or HEAD_CONTEXT, self.facts.context_length)
-        found = own_layers(self._model, self.vocabulary, threads=self.facts.threads, context_length=length)
-        self._give_states_of("all rows")
-        return found
-
-    def _give_states_of(self, rows: StatesOf) -> None:
-        self._hidden_states.give_of(rows)
-        self.states_of = rows
 
     def _truncate(self, to_length: int, sequence: int) -> None:
         facts, length = self.facts, self._book.lengths[sequence]
@@ -258,7 +249,7 @@ class LlamaCppEngine(BookedEngine):
 
     def checkpoint(self, sequence: int = 0) -> None:
         if self.facts.has_checkpoints and (length := self.length(sequence)):
-            self._checkpoints.add(length, sequence, lambda: self._cells.running_state(sequence))
+            self._checkpoints.add(length, sequence, lambda: self._cells.state(sequence, RUNNING_STATE_ONLY))
 
     def reachable(self, to_length: int, sequence: int = 0) -> int:
         dropped = self.length(sequence) - to_length
@@ -281,7 +272,7 @@ class LlamaCppEngine(BookedEngine):
         self._least[destination] = self._least.get(source, 0)
 
     def _state(self, sequence: int) -> memoryview:
-        return self._cells.save(sequence)
+        return self._cells.state(sequence).data
 
     def _restore(self, state: memoryview, length: int, sequence: int) -> None:
         self._book.forget_last(sequence)

@@ -60,7 +60,7 @@ MTP_STATES: dict[HeadForm, StatesOf] = {"mtp": "all rows", "gemma4": "rows with 
 
 
 class Head(DraftHead):
-    """A context over `model`, which outlives it. Make it with `load_head` or `own_layers`.
+    """A context over `model`, which outlives it. Make it with `load_head`.
 
     It attends to `length` tokens of text. `other`: the context of its target, where it shares weights or a cache with
     that one. `another` has a context of its own.
@@ -300,7 +300,7 @@ class Head(DraftHead):
 
 
 def load_head(
-    path: Path,
+    path: Path | None,
     target: tuple[Any, Any],
     vocabulary: Vocabulary,
     *,
@@ -310,14 +310,17 @@ def load_head(
 ) -> Head:
     """The head `path` for a loaded `target` (model, context), which must outlive it, with its `vocabulary`.
 
-    `context_length`: most tokens it attends to, None for the trained number (at most DEFAULT_CONTEXT). Raises
-    ModelNotFound, ModelFileError, VocabularyMismatch, and CapabilityError for a head of another target or of a
+    `path` None: the multi-token prediction layer that the target was loaded with. `context_length`: most tokens it
+    attends to, None for the trained number (at most DEFAULT_CONTEXT). Raises ModelNotFound, ModelFileError,
+    VocabularyMismatch, and CapabilityError for a target without such a layer, or a head of another target or of a
     variant that is not supported.
     """
-    llama, sizes = library(), read_head(path)
-    sizes.check_fits(
-        path.name, llama.llama_model_n_embd(target[0]), llama.llama_model_n_layer(target[0]), vocabulary.size
-    )
+    llama, width = library(), int(library().llama_model_n_embd(target[0]))
+    if path is None:
+        sizes = layers_sizes(width, vocabulary.size, context_length or DEFAULT_CONTEXT)
+        return Head(target[0], "of its own layers", sizes, sizes.context_length, threads, vocabulary)
+    sizes = read_head(path)
+    sizes.check_fits(path.name, width, llama.llama_model_n_layer(target[0]), vocabulary.size)
     length = min(context_length or DEFAULT_CONTEXT, sizes.context_length)
     model = open_model(path, gpu_layers=gpu_layers, has_mtp=sizes.form in MTP_STATES)
     try:
@@ -340,15 +343,6 @@ def try_head(path: Path) -> None:
             Head(model, path.name, sizes, min(_TRIED_CONTEXT, sizes.context_length), threads=1).close()
     finally:
         library().llama_model_free(model)
-
-
-def own_layers(model: Any, vocabulary: Vocabulary, *, threads: int, context_length: int = DEFAULT_CONTEXT) -> Head:
-    """The multi-token prediction layer of a `model` that was loaded with it and must outlive it.
-
-    It attends to `context_length` pairs. Raises CapabilityError for a model without such layers.
-    """
-    sizes = layers_sizes(int(library().llama_model_n_embd(model)), vocabulary.size, context_length)
-    return Head(model, "of its own layers", sizes, context_length, threads, vocabulary)
 
 
 def layers_sizes(width: int, vocabulary_size: int, context_length: int) -> HeadSizes:

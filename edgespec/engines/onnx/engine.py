@@ -140,7 +140,7 @@ class OnnxEngine(SessionEngine):
             reproducible = False
         gives = use.state_layers or use.hidden_states
         if reproducible:
-            widest = settings.measured_widths
+            widest = min(settings.widest, settings.max_batch, settings.context_length // 2 + 1)
             key = _widths_key(source, settings, engine.facts.device, widest, gives)
             advice = "Use --no-reproducible, or another export (int8, int4)"
             engine.facts = pinned_facts(engine, key, widest=widest, advice=advice)

@@ -107,11 +107,6 @@ class OnnxSettings(ModelUse):
         return settings
 
     @property
-    def measured_widths(self) -> int:
-        """The widest pass to measure."""
-        return min(self.widest, self.max_batch, self.context_length // 2 + 1)
-
-    @property
     def max_rows(self) -> int:
         """Rows of the widest pass."""
         return max(self.max_batch, self.widest)
