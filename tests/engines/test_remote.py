@@ -18,7 +18,7 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec.contained import Child
-from edgespec.engines.llamacpp.remote import RemoteEngine, ask, ask_all
+from edgespec.engines.llamacpp.remote import RemoteEngine, ask
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ConfigError, ModelFileError, Unreachable
 from edgespec.types import Batch
@@ -129,7 +129,7 @@ def test_something_else_that_listens_is_no_server(says, expected):
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(Unreachable, match=expected):
-            ask_all([f"127.0.0.1:{listener.getsockname()[1]}"], 0.3)
+            ask(f"127.0.0.1:{listener.getsockname()[1]}", 0.3)
         thread.join()
 
 

@@ -13,7 +13,6 @@ import socket
 import struct
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,12 +40,6 @@ TIMEOUT_S = 3.0
 # The beginning of ggml's protocol (ggml-rpc.cpp): a command, the size of what follows, and no capabilities beyond TCP;
 # the size of an answer to it.
 _HELLO, _ANNOUNCED = struct.pack("<BQ24x", 14, 24), struct.pack("<Q", 28)
-
-
-def ask_all(endpoints: Sequence[str], timeout_s: float = TIMEOUT_S) -> None:
-    """Ask all servers at once. Raises Unreachable for the first that does not answer."""
-    with ThreadPoolExecutor(len(endpoints) or 1) as pool:
-        list(pool.map(partial(ask, timeout_s=timeout_s), endpoints))
 
 
 def ask(endpoint: str, timeout_s: float = TIMEOUT_S) -> None:
@@ -169,7 +162,8 @@ class RemoteEngine(BookedEngine):
 
     def _start(self) -> EngineFacts:
         """Load the model in a new child; its facts. Raises as `load`."""
-        ask_all(self._use.endpoints)
+        for endpoint in self._use.endpoints:
+            ask(endpoint)
         self._child, self._gives_states = Child(__name__), False  # who asks for a pass says again what it wants
         return cast(EngineFacts, self._ask(_load, self._path, self._use, self._flag))
 
