@@ -14,7 +14,6 @@ import struct
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any, NoReturn, Self, cast

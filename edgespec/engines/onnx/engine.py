@@ -323,25 +323,19 @@ def _opened(
 
     Raises as `providers_for` and `read_graph`, ModelFileError and CapabilityError as `open_session`.
     """
-    *others, last = providers_for(settings.provider)
-    for name in others:
-        if name in HALF_ONLY and exported.is_shared and not exported.is_half:
+    *others, last = (replace(settings, provider=name) for name in providers_for(settings.provider))
+    for each in others:
+        if each.provider in HALF_ONLY and exported.is_shared and not exported.is_half:
             continue  # casting its attention was checked on processors only, so far: for those who ask for it
         with suppress(CapabilityError):  # the next one may have what this one lacks
-            return _opened_on(name, read, source, exported, settings, config)
-    return _opened_on(last, read, source, exported, settings, config)
+            return _opened_on(read, source, exported, each, config)
+    return _opened_on(read, source, exported, last, config)
 
 
 def _opened_on(
-    provider: str,
-    read: Callable[..., Graph],
-    source: Source,
-    exported: Graph,
-    settings: OnnxSettings,
-    config: ModelConfig,
+    read: Callable[..., Graph], source: Source, exported: Graph, settings: OnnxSettings, config: ModelConfig
 ) -> OnnxEngine:
-    settings = replace(settings, provider=provider)
-    graph = exported
+    graph, provider = exported, settings.provider
     if provider in HALF_ONLY and exported.is_shared:
         if settings.head_size % HEAD_STEP or settings.head_size > LARGEST_HEAD:
             raise CapabilityError(
