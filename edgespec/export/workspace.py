@@ -12,81 +12,44 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import tomli_w
 from filelock import FileLock, Timeout
 
 from edgespec.errors import UsageError
-from edgespec.export.request import ENGINES, Format
-from edgespec.formats.manifest import ENGINE_TABLES, HEAD_KINDS, HEADS, MANIFEST, MANIFEST_FORMAT, sha256_of
-from edgespec.platform.files import write_atomically, write_errors
+from edgespec.formats.manifest import MANIFEST
+from edgespec.platform.files import write_errors
 
 _FIX = "choose another --output"
 
 
-@dataclass(frozen=True, slots=True)
-class Artefact:
-    """One role in one format. `path` and `parts`: relative to the pair folder."""
+@contextmanager
+def workspace(output: Path, *, replace: bool) -> Iterator[tuple[Path, Path]]:
+    """(the folder that becomes `output` where the block ends without an error, one for what is needed meanwhile).
 
-    format: Format
-    role: str
-    quant: str
-    path: str
-    parts: tuple[str, ...] = ()
-    parameters: int | None = None
-
-    @property
-    def table(self) -> str:
-        """Its table in the manifest."""
-        return HEADS if self.role in HEAD_KINDS else ENGINE_TABLES[ENGINES[self.format]]
-
-    def manifest_entry(self, folder: Path) -> dict[str, Any]:
-        """What the manifest says of its files in the pair `folder`."""
-        first, *parts = (
-            {"path": name, "bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}
-            for name in (self.path, *self.parts)
-        )
-        further: dict[str, Any] = {"parts": parts} if parts else {}
-        return first | ({} if self.parameters is None else {"parameters": self.parameters}) | further
-
-
-class Workspace:
-    """The working folder of one export. Made by `opened`, which holds the lock."""
-
-    def __init__(self, output: Path, *, replace: bool) -> None:
-        self.output, self._replace = output, replace
-        self.folder = output.with_name(f".{output.name}.export")
-        self.pair, self.temporary = self.folder / "pair", self.folder / "temporary"
-
-    def publish(self) -> None:
-        """Rename `pair` to the output, replacing an old output if `replace` was given. Raises UsageError if not."""
-        if self.output.exists() and any(self.output.iterdir()) and not self._replace:
-            raise UsageError(f"{self.output} appeared while the export ran: move it away, or give --force")
-        replaced = self.output.with_name(f".{self.output.name}.replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
-        if self.output.exists():
-            self.output.replace(replaced)
+    Locked until then. Raises UsageError if the output exists and `replace` is False, or another export is writing it;
+    StateError where nothing can be written.
+    """
+    folder = output.with_name(f".{output.name}.export")
+    pair, temporary = folder / "pair", folder / "temporary"
+    with _locked(output):
+        check_output(output, replace=replace)
         try:
-            self.pair.replace(self.output)
-        except OSError:
-            if replaced.exists():
-                replaced.replace(self.output)
-            raise
-        shutil.rmtree(replaced, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)  # what an export that was killed left
+            with write_errors(output, fix=_FIX):
+                for each in (pair, temporary):
+                    each.mkdir(parents=True)
+            yield pair, temporary
+            check_output(output, replace=replace)  # it may have appeared meanwhile
+            _publish(pair, output)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def opened(output: Path, *, replace: bool) -> Iterator[Workspace]:
-    """The workspace of `output`, locked until the block ends.
-
-    Raises UsageError if the output exists and `replace` is False, or another export is writing it; StateError where
-    nothing can be written.
-    """
+def _locked(output: Path) -> Iterator[None]:
     lock = FileLock(output.with_name(f".{output.name}.export.lock"), timeout=0)
     with write_errors(output, fix=_FIX):
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -97,20 +60,25 @@ def opened(output: Path, *, replace: bool) -> Iterator[Workspace]:
                 f"another edgespec is writing {output}: wait for it, or choose another --output"
             ) from error
     try:
-        check_output(output, replace=replace)
-        workspace = Workspace(output, replace=replace)
-        try:
-            shutil.rmtree(workspace.folder, ignore_errors=True)  # what an export that was killed left
-            with write_errors(output, fix=_FIX):
-                for folder in (workspace.pair, workspace.temporary):
-                    folder.mkdir(parents=True)
-            yield workspace
-        finally:
-            shutil.rmtree(workspace.folder, ignore_errors=True)
+        yield
     finally:
         lock.release()
         if sys.platform != "win32":  # where the lock deletes its file itself
             Path(lock.lock_file).unlink(missing_ok=True)
+
+
+def _publish(pair: Path, output: Path) -> None:
+    replaced = output.with_name(f".{output.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if output.exists():
+        output.replace(replaced)
+    try:
+        pair.replace(output)
+    except OSError:
+        if replaced.exists():
+            replaced.replace(output)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def check_output(output: Path, *, replace: bool) -> None:
@@ -125,10 +93,3 @@ def check_output(output: Path, *, replace: bool) -> None:
         raise UsageError(f"{output} holds other files and no {MANIFEST}: choose another --output")
     if not replace:
         raise UsageError(f"{output} exists: choose another --output, or replace it with --force")
-
-
-def write_manifest(folder: Path, values: Mapping[str, Any]) -> Path:
-    """Write `values` atomically as the folder's manifest. Raises StateError if that fails."""
-    path = folder / MANIFEST
-    write_atomically(path, tomli_w.dumps({"format": MANIFEST_FORMAT, **values}))
-    return path
