@@ -135,12 +135,12 @@ def _weights_of(source: str) -> str:
 
 def _print(folder: Path, made: Mapping[str, int], figures: Mapping[str, Any]) -> None:
     from edgespec.cli import run_command
-    from edgespec.export.source import human
+    from edgespec.config.values import as_size
     from edgespec.formats.manifest import read_pair
 
     click.echo(f"{folder}")
     for name, size in made.items():
-        click.echo(f"  {name}  {human(size)}")
+        click.echo(f"  {name}  {as_size(size)}")
     for line in check_lines(figures):
         click.echo(line)
     is_plain = not folder.is_absolute() and len(folder.parts) == 1  # which the registry would look up first

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
+from edgespec.config.values import as_size
 from edgespec.errors import ConfigError, EngineError, ModelFileError
 from edgespec.export.check import (
     ABSURD,
@@ -40,7 +41,6 @@ from edgespec.export.source import (
     Weights,
     check_room,
     disk_bytes,
-    human,
     memory_bytes,
     of_folder,
     of_gguf,
@@ -193,12 +193,12 @@ def _fetched(request: ExportRequest, models: Mapping[str, SourceModel], reporter
     target = models["target"]
     reporter.note(
         f"{target.name}: {target.architecture}, {target.num_parameters / 1e6:.1f} M parameters; the export "
-        f"needs {human(disk)} of disk and {human(memory)} of memory"
+        f"needs {as_size(disk)} of disk and {as_size(memory)} of memory"
     )
     complete = dict(models)
     for role, model in models.items():
         if model.checkpoint is not None and model.missing:
-            reporter.note(f"fetching {', '.join(model.missing)}, {human(sum(model.missing.values()))}")
+            reporter.note(f"fetching {', '.join(model.missing)}, {as_size(sum(model.missing.values()))}")
             model.checkpoint.fetch()
             complete[role] = of_folder(dataclasses.replace(model.checkpoint, missing={}))
     return complete

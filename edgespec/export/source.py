@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from edgespec.config.values import as_size
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
 from edgespec.export.check import CHECK_CONTEXT, has_transformers, token_names
 from edgespec.export.hub import Source, card_licence, recommended_sampling
@@ -194,24 +195,16 @@ def check_room(output: Path, disk: int, memory: int) -> None:
     place = next(each for each in output.absolute().parents if each.exists())
     if disk > (free := free_bytes(place)):
         raise CapabilityError(
-            f"not enough disk: the export needs {human(disk)} in {place}, {human(free)} are free. Free space, choose "
-            "another disk with -o, or a smaller --quant"
+            f"not enough disk: the export needs {as_size(disk)} in {place}, {as_size(free)} are free. Free space, "
+            "choose another disk with -o, or a smaller --quant"
         )
     available = free_memory()
     if available is not None and memory > available:
         raise CapabilityError(
-            f"not enough memory: the export needs {human(memory)}, {human(available)} are available. Close other "
+            f"not enough memory: the export needs {as_size(memory)}, {as_size(available)} are available. Close other "
             "programs, or skip the comparison by --no-check"
         )
 
 
 def free_bytes(place: Path) -> int:
     return shutil.disk_usage(place).free
-
-
-def human(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
-        num_bytes /= 1000
-    return f"{num_bytes:.2f} GB"

@@ -90,11 +90,11 @@ def test_every_output_and_temporary_file_is_planned():
 
 def test_too_little_disk_or_memory_is_refused_with_both_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "free_bytes", lambda place: 5_000_000)
-    with pytest.raises(CapabilityError, match=r"not enough disk: the export needs 9\.0\d MB in .*, 5 MB are free"):
+    with pytest.raises(CapabilityError, match=r"not enough disk: the export needs 9 MiB in .*, 5 MiB are free"):
         sources.check_room(tmp_path / "new" / "pair", *needs(check=False))
     monkeypatch.undo()
     monkeypatch.setattr(sources, "free_memory", lambda: 300_000_000)
-    with pytest.raises(CapabilityError, match=r"not enough memory: .* needs \d{3} MB, 300 MB are available"):
+    with pytest.raises(CapabilityError, match=r"not enough memory: .* needs \d{3} MiB, 286 MiB are available"):
         sources.check_room(tmp_path / "pair", *needs(check=False))
 
 
@@ -234,7 +234,7 @@ def test_a_tokenizer_that_loses_text_is_refused(tmp_path):
     check_round_trip(TARGET)
     folder = changed_copy(tmp_path / "hf")
     change_json(folder / "tokenizer.json", normalizer={"type": "Lowercase"})
-    with pytest.raises(ModelFileError, match=r"'The quick br.*' became 'the quick"):
+    with pytest.raises(ModelFileError, match=r"The quick br.* became .the quick"):
         check_round_trip(folder)
 
 

@@ -20,6 +20,7 @@ from edgespec.errors import ModelFileError
 from edgespec.export.check import PROBE_TEXTS, read_tokenizer
 from edgespec.formats.checkpoint import Checkpoint, chat_template, read_json
 from edgespec.formats.gguf.tokenizer import (
+    BYTES,
     SPACE,
     SPLIT_AT_MARKS,
     begins_with_space,
@@ -29,7 +30,6 @@ from edgespec.formats.gguf.tokenizer import (
 )
 
 Settings = dict[str, Any]
-BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
 TAB = "<0x09>"  # which Gemma 1 and 2 call "\t"
 UNREACHABLE = -1e6  # the score of a token that no merge produces
 
@@ -72,7 +72,7 @@ def _write_spm(
     writer: gguf.GGUFWriter, tokenizer: Settings, texts: list[str], types: list[int], merges: list[tuple[str, ...]]
 ) -> None:
     adds_space = begins_with_space(tokenizer)
-    if missing := BYTE_TOKENS - set(texts):
+    if missing := BYTES - set(texts):
         raise ModelFileError(f"tokenizer.json has no token for {len(missing)} of 256 bytes, such as {min(missing)}")
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
@@ -98,7 +98,7 @@ def token_list(tokenizer: Settings, vocab_size: int) -> tuple[list[str], list[in
     vocab: dict[str, int] = tokenizer["model"]["vocab"]
     texts: list[str] = [""] * vocab_size
     types = [int(gguf.TokenType.UNUSED)] * vocab_size
-    byte_texts = BYTE_TOKENS if is_spm(tokenizer) else set()
+    byte_texts = BYTES if is_spm(tokenizer) else set()
     if byte_texts and TAB not in vocab and "\t" in vocab:
         vocab = {TAB if text == "\t" else text: index for text, index in vocab.items()}
     for text, index in vocab.items():
