@@ -26,9 +26,9 @@ from edgespec.export.check import (
 )
 from edgespec.export.gguf.convert import GGUF_QUANTS
 from edgespec.export.hub import card_licence, find_source, local_source, recommended_sampling
+from edgespec.export.pair import workspace
 from edgespec.export.request import FORMATS, ONNX_QUANTS, ExportRequest, parse_quants
 from edgespec.export.source import of_folder
-from edgespec.export.workspace import workspace
 from edgespec.formats.manifest import write_manifest
 from tiny_graphs import export_gguf
 
@@ -202,7 +202,7 @@ def test_a_folder_of_other_things_is_never_replaced(tmp_path):
 
 def test_a_second_export_is_refused_until_the_first_is_gone(tmp_path):
     holder = (
-        "import sys; from pathlib import Path; from edgespec.export.workspace import workspace\n"
+        "import sys; from pathlib import Path; from edgespec.export.pair import workspace\n"
         f"with workspace(Path({str(tmp_path / 'out')!r}), replace=False): print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
