@@ -48,7 +48,7 @@ _FRAME_LINES, _FRAME_COLUMNS = 2, 4  # what a panel's border takes
 HOW = "each side runs alone, so that neither slows the other; the left one ran first and is replayed by the same clock"
 
 
-@click.command(cls=SettingsCommand, short_help="Plain and speculative decoding of one prompt, side by side.")
+@click.command(cls=SettingsCommand)
 @settings_options("load", "generate", "sampling", "session", leave_out=(*STRUCTURE, *PRINTING, *REMEMBERING))
 @click.option("-p", "--prompt", metavar="TEXT|-", help="The prompt; - reads it from standard input.")
 @click.option("--svg", "path", type=FilePath(), metavar="FILE", help="Draw the finish as an image.")

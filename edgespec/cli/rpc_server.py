@@ -22,7 +22,7 @@ WARNING = (
 )
 
 
-@click.command(short_help="Lend this machine's devices to a model on another one.")
+@click.command()
 @click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="IPv4 address to listen on [this machine only]")
 @click.option("--port", type=click.IntRange(1, 65535), default=DEFAULT_PORT, metavar="N", help=f"Port [{DEFAULT_PORT}]")
 @click.option("-t", "--threads", type=click.IntRange(1, 512), metavar="N", help="CPU threads [fast cores]")
