@@ -14,8 +14,6 @@ from edgespec.errors import EdgespecError, ModelFileError
 from edgespec.platform.files import expanded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from click.shell_completion import CompletionItem
 
     from edgespec.formats.manifest import ModelFile
@@ -82,37 +80,16 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 # -- models as a shell has them: what it offers when Tab is pressed, and the commands that run one, to be copied
 
 
-def files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """A path; click itself offers none where a hub id may stand too."""
+def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """A file, or a model by its name, here or to be got. The file comes first: bash forgets what is before it."""
     from click.shell_completion import CompletionItem  # only where Tab is pressed
 
-    return [CompletionItem(incomplete, type="file")]
-
-
-def file_or_name(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """A model on this machine, or a file. The file comes first: bash forgets what stands before it."""
-    return files(ctx, param, incomplete) + names_here(ctx, param, incomplete)
-
-
-def names_here(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """A model on this machine by its name."""
-    from edgespec.loading.registry import registered_folders
-
-    return _beginning_with(incomplete, registered_folders())
-
-
-def names_known(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """A model on this machine, or one that can be pulled."""
     from edgespec.loading.catalogue import entries
     from edgespec.loading.registry import registered_folders
 
-    return _beginning_with(incomplete, {**registered_folders(), **entries()})
-
-
-def _beginning_with(incomplete: str, names: Iterable[str]) -> list[CompletionItem]:
-    from click.shell_completion import CompletionItem
-
-    return [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
+    names = sorted({*registered_folders(), *(entries() if incomplete else ())})
+    known = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+    return [CompletionItem(incomplete, type="file"), *known]
 
 
 def run_command(name: str, target: ModelFile | None) -> str:

@@ -13,7 +13,7 @@ from time import monotonic
 
 import click
 
-from edgespec.cli import FilePath, aligned, file_or_name, names_here, names_known, printable, run_command
+from edgespec.cli import FilePath, aligned, complete_model, printable, run_command
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.terminal import note, runner, waiting
 from edgespec.config.options import LoadOptions
@@ -76,7 +76,7 @@ def _show_list(models: Sequence[Listed]) -> None:
 
 
 @click.command("show")
-@click.argument("name", metavar="MODEL", shell_complete=names_known)
+@click.argument("name", metavar="MODEL", shell_complete=complete_model)
 def show(name: str) -> int:
     """Show what a model is and can do, the memory it takes and its files; of one to pull, where it comes from."""
     entry = None if is_known(name) else entry_called(name.partition(":")[0]) or entry_called(name)
@@ -99,7 +99,7 @@ def add(path: Path, name: str, draft: Path | None) -> int:
 
 
 @click.command("rm")
-@click.argument("names", nargs=-1, required=True, metavar="NAME...", shell_complete=names_here)
+@click.argument("names", nargs=-1, required=True, metavar="NAME...", shell_complete=complete_model)
 def rm(names: tuple[str, ...]) -> int:
     """Remove models from your models folder, unfinished downloads too. Files that were added stay where they are."""
     for name in names:
@@ -188,7 +188,7 @@ def _size(each: Listed) -> str:
 
 
 @click.command("pull")
-@click.argument("model", metavar="MODEL", shell_complete=names_known)
+@click.argument("model", metavar="MODEL", shell_complete=complete_model)
 @click.option("--draft", default="", metavar="MODEL", help="Use this draft instead of the model's own")
 @click.option("--no-draft", is_flag=True, help="Get the model without a draft")
 @click.option("--name", default="", help="Name of the model.  [default: that of the model or repository]")
@@ -250,7 +250,7 @@ def _progress(model: str) -> Iterator[OnBytes]:
 
 
 @click.command("drafts")
-@click.argument("target", metavar="TARGET", shell_complete=file_or_name)
+@click.argument("target", metavar="TARGET", shell_complete=complete_model)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object")
 def drafts(target: str, as_json: bool) -> int:
     """Rank draft models and heads for TARGET: those on this machine and those to pull.

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from edgespec.cli import FilePath, file_or_name, help_all_option, shows_all
+from edgespec.cli import FilePath, complete_model, help_all_option, shows_all
 from edgespec.cli.terminal import set_verbosity
 from edgespec.config.options import SETTINGS, Sampling
 from edgespec.config.sources import Settings, resolve
@@ -60,7 +60,7 @@ def settings_options(
             metavar=metavar,
             required=False,
             nargs=-1 if takes_models else 1,
-            shell_complete=file_or_name,
+            shell_complete=complete_model,
         )
         settings = [_option(setting, hidden=setting.name in hidden) for setting in reversed(chosen)]
         for option in (*common, *settings, model):

@@ -6,7 +6,6 @@ that says what was given and what is allowed.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import re
@@ -273,8 +272,3 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     """A checked endpoint as (host, port)."""
     host, _, port = endpoint.rpartition(":")
     return host, int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only programs of this machine can reach an IPv4 address that a server listens on."""
-    return ipaddress.IPv4Address(host).is_loopback
