@@ -13,7 +13,7 @@ from pathlib import Path
 from edgespec.config.table import did_you_mean
 from edgespec.errors import ConfigError, PromptError
 from edgespec.loading.drafts import PROMPTS
-from edgespec.platform.files import read_text
+from edgespec.platform.files import given_text
 from edgespec.runtime import Model
 from edgespec.vocabulary import Vocabulary
 
@@ -86,13 +86,8 @@ def choose(
 
 
 def read_prompts(path: Path) -> Domains:
-    """The prompts of a file, one per line. Raises PromptError."""
-    try:
-        lines = io.StringIO(read_text(path), newline=None)  # splitlines cuts at other marks, too
-    except OSError as exc:
-        raise PromptError(f"--prompts {path} cannot be read: {exc.strerror or exc}") from exc
-    except UnicodeDecodeError as exc:
-        raise PromptError(f"--prompts {path} is not UTF-8 text: {exc.reason} at byte {exc.start}") from exc
+    """The prompts of a file, one per line. Raises ConfigError, PromptError."""
+    lines = io.StringIO(given_text(path, "--prompts"), newline=None)  # splitlines cuts at other marks, too
     found = [BenchPrompt(OWN_DOMAIN, line.rstrip("\n")) for line in lines if line.strip()]
     if not found or path.suffix == ".jsonl":
         raise PromptError(f"--prompts {path} must be a text file with one prompt per line, none of them JSON")

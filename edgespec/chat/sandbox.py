@@ -63,27 +63,15 @@ def compiled(source: str) -> jinja2.Template:
     return environment.from_string(source)
 
 
-def check_template(source: str) -> str | None:
-    """What is wrong with the syntax of a template; None if nothing is."""
-    try:
-        compiled(source)
-    except jinja2.TemplateSyntaxError as exc:
-        return f"line {exc.lineno}: {exc.message}"
-    except RecursionError:
-        return "it is nested too deeply"
-    return None
-
-
 def rendered(source: str, values: Mapping[str, Any]) -> str:
     """What a template makes of `values`; messages in the form that it takes. Raises as `render_chat`."""
     try:
         template = compiled(source)
-    except RecursionError as exc:
-        raise PromptError(
-            "the model's chat template is nested too deeply; use --no-chat-template, or --prompt"
-        ) from exc
-    except jinja2.TemplateSyntaxError as exc:
-        raise CapabilityError(f"the model's chat template is broken: {exc}; {FIX}") from exc
+    except (RecursionError, jinja2.TemplateSyntaxError) as exc:
+        why = (
+            f"line {exc.lineno}: {exc.message}" if isinstance(exc, jinja2.TemplateSyntaxError) else "nested too deeply"
+        )
+        raise CapabilityError(f"the model's chat template is broken: {why}; {FIX}") from exc
     if _takes_parts_only(source):
         values = {**values, "messages": [in_parts(message) for message in values["messages"]]}
     try:

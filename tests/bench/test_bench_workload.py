@@ -6,7 +6,7 @@ import pytest
 
 from edgespec.bench import prompts as sources
 from edgespec.bench.prompts import BenchPrompt, choose, with_random_text
-from edgespec.errors import PromptError
+from edgespec.errors import PromptError, UsageError
 from edgespec.loading.drafts import PROMPTS
 from table_engine import LetterVocabulary
 
@@ -36,7 +36,7 @@ def test_plain_lines_are_prompts(tmp_path):
 def test_bad_prompt_files_are_refused(tmp_path, name, contents, said):
     path = tmp_path / name
     path.write_bytes(contents)
-    with pytest.raises(PromptError, match=said):
+    with pytest.raises(UsageError, match=said):
         sources.read_prompts(path)
 
 
