@@ -66,23 +66,24 @@ def choose(
     fits: Callable[[BenchPrompt], bool],
     *,
     one_each: bool = False,
-) -> list[BenchPrompt]:
+) -> tuple[list[BenchPrompt], int]:
     """The prompts that `fits` allows, of the domains in `names` (empty: of all), in turns; or the first one of each.
 
-    Raises ConfigError for an unknown domain, PromptError if no prompt is left.
+    Returns how many do not fit, too. Raises ConfigError for an unknown domain, PromptError if no prompt is left.
     """
     for name in names:
         if name not in domains:
             hint = did_you_mean(name, domains) or f"; known here: {', '.join(domains)}"
             raise ConfigError(f"--domain {name!r} is not known{hint}")
-    rows = [list(filter(fits, dict.fromkeys(domains[name]))) for name in dict.fromkeys(names) or domains]
-    longest = 1 if one_each else max(map(len, rows), default=0)
-    chosen = [row[index] for index in range(longest) for row in rows if index < len(row)]
+    rows = [list(dict.fromkeys(domains[name])) for name in dict.fromkeys(names) or domains]
+    fitting = [list(filter(fits, row)) for row in rows]
+    longest = 1 if one_each else max(map(len, fitting), default=0)
+    chosen = [row[index] for index in range(longest) for row in fitting if index < len(row)]
     if not chosen:
         raise PromptError(
             "no prompt fits the context together with its answer: give a larger --ctx-size or a smaller -n"
         )
-    return chosen
+    return chosen, sum(map(len, rows)) - sum(map(len, fitting))
 
 
 def read_prompts(path: Path) -> Domains:

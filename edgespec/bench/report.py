@@ -22,6 +22,7 @@ from rich.console import Console
 from edgespec import __version__
 from edgespec.bench.runner import Measurement, Trial
 from edgespec.config.options import GenerateOptions, Sampling
+from edgespec.config.values import aligned
 from edgespec.errors import ConfigError
 from edgespec.platform.files import write_atomically
 from edgespec.runtime import Model
@@ -206,17 +207,13 @@ def _ratio(above: float, below: float) -> float | None:
 # -- as text for a terminal: a table by domain, a verdict, and the reasons for it
 
 HEADER = ("domain", "runs", "plain", "spec", "speedup (quartiles)", "whole", "accepted", "per pass", "")
-_WIDTHS = (15, 4, 7, 7, 20, 6, 8, 8, 0)
 UNKNOWN = "-"
 
 
 def table_lines(report: Report) -> Iterator[str]:
-    yield row(HEADER)
     domains: dict[str, Any] = report["domains"]
-    for name, figures in domains.items():
-        yield row((name, *cells(figures)))
-    if len(domains) > 1:
-        yield row(("all", *cells(report["total"])))
+    figures = domains | ({"all": report["total"]} if len(domains) > 1 else {})
+    yield from aligned([HEADER, *((name, *cells(each)) for name, each in figures.items())], right=range(1, 8))
     yield (
         "plain, spec: decoding speed in tokens/s without and with speculation; whole: speedup of whole answers, "
         "prefill included; per pass: tokens per target pass"
@@ -281,13 +278,6 @@ def equality(report: Report) -> str:
         verdict = "identical to plain decoding in the same mode" if same == count else "DIFFERENT from plain decoding"
         return f"texts: {verdict}, {same} of {count} prompts"
     return f"texts: identical to plain decoding on {same} of {count} prompts; reproducible mode is off"
-
-
-def row(cells: Sequence[str], widths: Sequence[int] = _WIDTHS) -> str:
-    """The first column begins, the others end below each other."""
-    first, *others = cells
-    ends = (text.rjust(width) for text, width in zip(others, widths[1:], strict=True))
-    return "  ".join((first.ljust(widths[0]), *ends)).rstrip()
 
 
 # -- as a picture

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from edgespec.bench.report import Side, row, shown
+from edgespec.bench.report import Side, shown
 from edgespec.bench.runner import Measurement, Task, runs
 from edgespec.config.options import GenerateOptions
-from edgespec.config.values import DrafterName, DraftLength
+from edgespec.config.values import DrafterName, DraftLength, aligned
 from edgespec.reports import RoundRecord
 from edgespec.runtime import Model
 
@@ -107,23 +107,24 @@ class Sweep:
 
 def sweep_lines(sweep: Sweep) -> Iterator[str]:
     """The best fixed setting for each kind of text beside `auto`, then the speedup of every setting over all texts."""
-    widths = (15, 8, 20, 8, 8, 9)
-    yield row(("domain", "plain", "best fixed setting", "speedup", "auto", "auto/best"), widths)
+    rows = [("domain", "plain", "best fixed setting", "speedup", "auto", "auto/best")]
     for domain in (*sweep.domains, None) if len(sweep.domains) > 1 else sweep.domains:
         best = sweep.best(domain)
         if best is None:
             continue
         own, auto = sweep.speedup(best, domain), sweep.speedup(sweep.auto, domain)
-        name = "plain decoding" if best == PLAIN else str(best)
-        cells = f"{sweep.side(PLAIN, domain).pooled_rate:.1f}", name, _times(own), _times(auto)
-        yield row((domain or "all", *cells, f"{auto / own:.2f}" if own and auto else "-"), widths)
+        name, rate = "plain decoding" if best == PLAIN else str(best), f"{sweep.side(PLAIN, domain).pooled_rate:.1f}"
+        rows.append(
+            (domain or "all", rate, name, _times(own), _times(auto), f"{auto / own:.2f}" if own and auto else "-")
+        )
+    yield from aligned(rows, right=range(1, 6))
     yield "plain: tokens/s without speculation; speedups are over it. A fixed setting was chosen on these very prompts"
     yield ""
     lengths = sorted({choice.length for choice in sweep.choices if isinstance(choice.length, int)})
-    table = (15, *(7 for _ in lengths))
-    yield row(("draft length", *map(str, lengths)), table)
+    table = [("draft length", *map(str, lengths))]
     for drafter in dict.fromkeys(choice.drafter for choice in sweep.choices if choice.is_fixed):
-        yield row((drafter, *(_times(sweep.speedup(Choice(drafter, length))) for length in lengths)), table)
+        table.append((drafter, *(_times(sweep.speedup(Choice(drafter, length))) for length in lengths)))
+    yield from aligned(table, right=range(1, len(lengths) + 1))
 
 
 def _times(value: float | None) -> str:
@@ -334,10 +335,10 @@ def explain_lines(costs: Costs | None, plain: Side, drafted: Side) -> Iterator[s
         yield threshold(costs)
         return
     yield f"{costs.acceptance:.0%} of tested tokens accepted, drafts in {costs.drafting:.0%} of rounds"
-    widths = (15, *(7 for _ in LENGTHS))
-    yield row(("draft length", *map(str, LENGTHS)), widths)
-    yield row(("a pass", *(f"{_passes(costs, length + 1):.2f}" for length in LENGTHS)), widths)
-    yield row(("expected", *(_times(costs.expected(length)) for length in LENGTHS)), widths)
+    passes = (f"{_passes(costs, length + 1):.2f}" for length in LENGTHS)
+    expected = (_times(costs.expected(length)) for length in LENGTHS)
+    rows = [("draft length", *map(str, LENGTHS)), ("a pass", *passes), ("expected", *expected)]
+    yield from aligned(rows, right=range(1, len(LENGTHS) + 1))
     yield ""
     yield from reasons(costs, plain, drafted)
 

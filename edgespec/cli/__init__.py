@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,13 +68,6 @@ def as_typed(error: EdgespecError) -> str:
     if "_" not in (name := text.partition(" ")[0]) or name not in BY_KEY:
         return text
     return re.sub(r"\b[a-z]+(_[a-z]+)+\b", lambda found: BY_KEY[found[0]].key if found[0] in BY_KEY else found[0], text)
-
-
-def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Rows of a table as lines; the columns `right` end, and the others begin, below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = [str.rjust if index in right else str.ljust for index in range(len(widths))]
-    return ["  ".join(side(cell, w) for side, cell, w in zip(sides, row, widths, strict=True)).rstrip() for row in rows]
 
 
 # -- models as a shell has them: what it offers when Tab is pressed, and the commands that run one, to be copied

@@ -5,8 +5,9 @@ compares the tokens and log probabilities of both.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -14,7 +15,7 @@ from typing import Any
 
 import click
 
-from edgespec.bench.prompts import BenchPrompt, Domains, built_in, choose, read_prompts, with_random_text
+from edgespec.bench.prompts import BenchPrompt, built_in, choose, read_prompts, with_random_text
 from edgespec.bench.report import Report, Side, Summary, check_picture, describe, picture, report_of, shown, table_lines
 from edgespec.bench.runner import Divergence, Task, Trial, first_divergence, run_trials, tasks_of
 from edgespec.bench.sweep import PLAIN, Sweep, costs_of, explain_json, explain_lines, sweep_json, sweep_lines
@@ -76,29 +77,17 @@ def command(
         known = with_random_text(sources, session.model.target.vocabulary, session.seed)
         if prompts is not None:  # all of a user's own file
             known, domains = {**known, **sources}, domains or tuple(sources)
-        chosen = _fitting(session, known, domains, one_each=sweep and prompts is None)
-        repeat = repeat or (SWEEP_REPEAT if sweep else DEFAULT_REPEAT)
-        tasks = tasks_of(chosen, lambda prompt: _encode(session, prompt), session.sampling, repeat)
+        most = session.model.context_length - (session.options.max_tokens or 0)
+        encode = partial(_encode, session)
+        chosen, too_long = choose(
+            known, domains, lambda prompt: len(encode(prompt)) <= most, one_each=sweep and prompts is None
+        )
+        if too_long:
+            note(f"left out: {too_long} prompts, too long for the context with a full answer")
+        tasks = tasks_of(chosen, encode, session.sampling, repeat or (SWEEP_REPEAT if sweep else DEFAULT_REPEAT))
         if sweep:
             return _sweep(session, tasks, explain, as_json)
         return _bench(session, tasks, explain, as_json, plot)
-
-
-def _fitting(session: Session, domains: Domains, wanted: Sequence[str], *, one_each: bool) -> list[BenchPrompt]:
-    """As `choose`; says how many prompts do not fit the context."""
-    most = session.model.context_length - (session.options.max_tokens or 0)
-    too_long = 0
-
-    def fits(prompt: BenchPrompt) -> bool:
-        nonlocal too_long
-        is_short = len(_encode(session, prompt)) <= most
-        too_long += not is_short
-        return is_short
-
-    chosen = choose(domains, wanted, fits, one_each=one_each)
-    if too_long:
-        note(f"left out: {too_long} prompts, too long for the context with a full answer")
-    return chosen
 
 
 def _encode(session: Session, prompt: BenchPrompt) -> list[int]:
@@ -202,7 +191,7 @@ def verify(model_name: str | None, config_file: Path | None, as_json: bool, **gi
         prompts = [BenchPrompt(*each) for each in PROMPTS]
         # greedily, and with the sampling asked for where that is another
         heats = [replace(session.sampling, temperature=heat) for heat in sorted({0.0, session.sampling.temperature})]
-        tasks = [task for heat in heats for task in tasks_of(prompts, lambda each: _encode(session, each), heat, 1)]
+        tasks = [task for heat in heats for task in tasks_of(prompts, partial(_encode, session), heat, 1)]
         compared: Compared = []
         for trial in run_trials(model, session.options, tasks, compares=True):
             found = first_divergence(trial.standard, trial.speculative, exact=model.reproducible)
@@ -238,14 +227,12 @@ def _accepted(accepted: float, drafted: float) -> str:
 
 
 def _show_verified(report: dict[str, Any], drafted: Side) -> None:
-    runs = report["comparisons"]
-    different = sum(run["divergence"] is not None for run in runs)
-    tokens, num = f"{report['num_tokens']} tokens", len(runs)
+    trials, length = report["comparisons"], report["draft_length"]
+    different = sum(each["divergence"] is not None for each in trials)
+    said = f"DIFFERENT in {different} runs" if different else "identical"
     accepted = _accepted(drafted.total("accepted_tokens"), drafted.total("drafted_tokens"))
-    same = f"identical with and without speculation: {tokens} in {num} runs, {accepted}"
-    other = f"DIFFERENT in {different} of {num} runs with and without speculation, {tokens}"
-    click.echo(other if different else same)
-    length = report["draft_length"]
+    counts = f"{report['num_tokens']} tokens in {len(trials)} runs, {accepted}"
+    click.echo(f"{said} with and without speculation: {counts}")
     drafts = "automatically" if length == "auto" else f"{length} tokens a step, whether they pay or not"
     note(
         f"This checks the text, not the speed: it drafts {drafts} (median speed here: {report['speed_ratio']:.2f}x of "

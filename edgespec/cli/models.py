@@ -13,11 +13,11 @@ from time import monotonic
 
 import click
 
-from edgespec.cli import FilePath, aligned, complete_model, printable, run_command
+from edgespec.cli import FilePath, complete_model, printable, run_command
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.terminal import note, runner, waiting
 from edgespec.config.options import LoadOptions
-from edgespec.config.values import as_size
+from edgespec.config.values import aligned, as_size
 from edgespec.errors import EdgespecError
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import keeping_headers

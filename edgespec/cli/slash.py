@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from edgespec.chat.conversation import Conversation
-from edgespec.cli import aligned
 from edgespec.cli.answer import readable
 from edgespec.cli.models import card
 from edgespec.cli.options import show
@@ -24,7 +23,7 @@ from edgespec.cli.terminal import configuration, counted, reply, stats_lines
 from edgespec.config.options import BY_KEY, OF_ONE_MODEL, SETTINGS, fresh_seed
 from edgespec.config.sources import Settings, find
 from edgespec.config.table import CALLED, Setting, did_you_mean
-from edgespec.config.values import RANDOM_SEED
+from edgespec.config.values import RANDOM_SEED, aligned
 from edgespec.errors import ConfigError, EdgespecError
 from edgespec.loading.registry import SUFFIXES, is_known
 from edgespec.platform.files import exists, expanded

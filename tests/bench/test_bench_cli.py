@@ -121,7 +121,7 @@ def test_an_explanation_says_what_to_expect_and_why(pair, prompts, sweep):
     [
         (["--drafter", "none"], "drafter none (the command line) turns speculation off"),
         (["--draft-length", "0"], "draft-length 0"),
-        (["--prompts", "nowhere.txt"], "nowhere.txt cannot be read"),
+        (["--prompts", "nowhere.txt"], "nowhere.txt' cannot be read"),
         (["--domain", "dialog"], "did you mean 'dialogue'"),
         (["--sweep", "--plot", "x.svg"], "leave --sweep out"),
         (["--plot", "x.png"], "must end in .svg"),
