@@ -121,7 +121,7 @@ SPECS: dict[DrafterName, DrafterSpec] = {
     "suffix": DrafterSpec(cost="free", is_made=True, bytes_per_token=600, most_tokens=1 << 16),
     "model": DrafterSpec((DRAFT,), "engine"),
     "eagle3": DrafterSpec((EAGLE3_HEAD,), "engine"),
-    "dflash": DrafterSpec((DFLASH_HEAD,), "engine", engines=("llamacpp",)),
+    "dflash": DrafterSpec((DFLASH_HEAD,), "engine"),
     "mtp": DrafterSpec((MTP_LAYERS,), "engine"),
     "early-exit": DrafterSpec((EXIT,), "engine", engines=("onnx",)),
     "hierarchical": DrafterSpec((DRAFT, MEDIUM), "engine"),

@@ -2,7 +2,7 @@
 
 Memory is planned with it before anything is loaded, so it opens no model and reads headers alone. On the processor our
 kernels give rows of a pass that cost little and have the same bits beside any others. What they lack stays with
-llama.cpp: GPUs, other architectures, heads in GGUF, caches of other types.
+llama.cpp: GPUs, other architectures, caches of other types.
 """
 
 from __future__ import annotations

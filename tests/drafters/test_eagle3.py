@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,7 @@ import edgespec
 from demo import DEMO, TEST_THREADS
 from eagle_definition import layer
 from edgespec.config.values import EngineName
-from edgespec.engines.head import BYTES_PER_FEATURE, WINDOW, DraftHead
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.model_use import ModelUse
-from edgespec.engines.onnx import OnnxEngine
-from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint
-from edgespec.engines.onnx.kernel_engine import KernelEngine
-from edgespec.engines.onnx.kernel_head import KernelHead, load_drafter
 from edgespec.engines.trial import Trial
 from edgespec.errors import (
     BatchError,
@@ -35,6 +29,7 @@ from edgespec.errors import (
 from edgespec.formats.gguf.heads import head_kind_of, read_head
 from edgespec.formats.head_file import HeadManifest
 from edgespec.types import Batch, Draft
+from gguf_heads import assert_plan_is_what_it_takes, features_of, head_of, opened
 from lossless import assert_same_text, assert_several_draft_apart, assert_window_changes_no_text
 from needs import NEEDS_KERNELS
 from tiny_gguf import Shape, write_model
@@ -79,34 +74,6 @@ def head_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def same_bits(found: np.ndarray, wanted: np.ndarray) -> None:
     assert np.array_equal(np.ascontiguousarray(found).view(np.uint32), np.ascontiguousarray(wanted).view(np.uint32))
-
-
-def opened(name: EngineName, path: Path, layers: Sequence[int] = LAYERS) -> LlamaCppEngine | KernelEngine:
-    """A target that gives the inputs of these layers."""
-    if name == "llamacpp":
-        return LlamaCppEngine.load(path, threads=TEST_THREADS, context_length=64, reproducible=False)
-    given = tuple(sorted(layers))
-    found = OnnxEngine.load(path, threads=TEST_THREADS, context_length=64, hidden_states=True, state_layers=given)
-    assert isinstance(found, KernelEngine)
-    return found
-
-
-def head_of(target: LlamaCppEngine | KernelEngine, path: Path, context_length: int | None = None) -> DraftHead:
-    if isinstance(target, LlamaCppEngine):
-        return target.load_head(path, context_length=context_length)
-    return load_drafter(target, path, context_length)
-
-
-def features_of(target: LlamaCppEngine | KernelEngine, layers: tuple[int, ...]) -> np.ndarray:
-    """What a target gives for TOKENS, behind an empty cache that is left empty."""
-    if isinstance(target, LlamaCppEngine):
-        target.read_layers_alone(layers)
-    target.give_hidden_states(True)
-    target.forward(Batch.chain(TOKENS, last_only=True))
-    found = target.hidden_states().copy()
-    target.rollback(0)
-    target.give_hidden_states(False)
-    return found
 
 
 # -- what goes into a target's layers
@@ -174,7 +141,7 @@ def test_a_head_computes_its_definition(
     layers = [LAYERS[place] for place in order]
     path = write_head(tmp_path / "head.gguf", metadata={"eagle3.target_layers": layers})
     with opened(engine_name, small_path, layers) as target, head_of(target, path) as head:
-        features = features_of(target, tuple(layers))
+        features = features_of(target, tuple(layers), TOKENS)
         assert head.facts.layers == tuple(layers) and features.shape[1] == head.facts.feature_width
         states = head.encode(features).copy()
         given = features
@@ -218,8 +185,8 @@ def test_both_engines_compute_the_same(tmp_path: Path, shape: Shape, drafted: in
         tensors["d2t"] = np.arange(1, 2 * drafted, 2, dtype=np.int64)
     path, found = write_head(tmp_path / "head.gguf", tensors=tensors, width=width), []
     for name in ("llamacpp", "onnx"):
-        with opened(name, sized) as target, head_of(target, path) as head:
-            states = head.encode(features_of(target, tuple(LAYERS)))[:20]
+        with opened(name, sized, LAYERS) as target, head_of(target, path) as head:
+            states = head.encode(features_of(target, tuple(LAYERS), TOKENS))[:20]
             found.append([each.copy() for each in head.decode(TOKENS[1:21], states)])
             head.follow(np.zeros(300, np.int32) + NUM_TOKENS - 1)
             assert head.decode(TOKENS[21:22], states[:1])[0].shape == (NUM_TOKENS,)
@@ -233,8 +200,8 @@ def test_both_engines_compute_the_same(tmp_path: Path, shape: Shape, drafted: in
 
 @NEEDS_KERNELS
 def test_a_tree_of_guesses_has_the_bits_of_its_paths(small_path: Path, head_path: Path) -> None:
-    with opened("onnx", small_path) as target, head_of(target, head_path) as head:
-        states = head.encode(features_of(target, tuple(LAYERS))).copy()
+    with opened("onnx", small_path, LAYERS) as target, head_of(target, head_path) as head:
+        states = head.encode(features_of(target, tuple(LAYERS), TOKENS)).copy()
         head.decode(TOKENS[1:6], states[:5])
         parents = [-1, 0, 0, -1, 2, 1, 3]
         logits, after = (each.copy() for each in head.branch(TOKENS[6:13], states[5:12], parents, [0, 2, 4, 5, 6]))
@@ -246,7 +213,7 @@ def test_a_tree_of_guesses_has_the_bits_of_its_paths(small_path: Path, head_path
 
 
 def test_wrong_calls_of_a_head_are_refused(engine_name: EngineName, small_path: Path, head_path: Path) -> None:
-    target = opened(engine_name, small_path)
+    target = opened(engine_name, small_path, LAYERS)
     one = np.ones((1, WIDTH), np.float32)
     head = head_of(target, head_path, 8)
     with pytest.raises(BatchError, match=rf"\[n, {head.facts.feature_width}\]"):
@@ -275,8 +242,8 @@ def test_wrong_calls_of_a_head_are_refused(engine_name: EngineName, small_path: 
 def test_a_cancelled_head_goes_on_as_if_nothing_had_been(
     engine_name: EngineName, small_path: Path, head_path: Path
 ) -> None:
-    with opened(engine_name, small_path) as target, head_of(target, head_path) as head:
-        states = head.encode(features_of(target, head.facts.layers)).copy()
+    with opened(engine_name, small_path, LAYERS) as target, head_of(target, head_path) as head:
+        states = head.encode(features_of(target, head.facts.layers, TOKENS)).copy()
         head.decode(TOKENS[1:11], states[:10])
         head.cancel()
         with pytest.raises(Cancelled):
@@ -321,19 +288,7 @@ def test_a_text_longer_than_the_heads_window_stays_the_same(
 def test_the_plan_is_what_the_head_takes(tmp_path: Path, small_path: Path, bare: tuple[str, ...]) -> None:
     tensors = head_tensors(TARGET, NUM_TOKENS, TARGET.width) | dict.fromkeys(bare)
     path = write_head(tmp_path / "head.gguf", tensors=tensors, width=TARGET.width)
-    need = footprint(path, ModelUse(60, is_draft=True, max_sequences=2))
-    with opened("onnx", small_path) as target:
-        before = set(map(id, target.source._tiles.values()))
-        with head_of(target, path, 60) as head:
-            assert isinstance(head, KernelHead) and head._encoder is not None
-            tiles = {id(each): each.nbytes for each in target.source._tiles.values() if id(each) not in before}
-            engine = head._engine
-            tables = 2 * 4 * 60 * (TARGET.width // HEADS // 2)
-            norms = 4 * 5 * TARGET.width
-            assert need.packed - SESSION_BYTES == pytest.approx(sum(tiles.values()) + tables + norms, rel=0.03)
-            assert need.cache == 2 * engine._cache.memory.nbytes
-            kept = 2 * BYTES_PER_FEATURE * WINDOW * head.facts.feature_width
-            assert need.compute >= kept + 4 * 512 * (head.facts.feature_width + 2 * TARGET.width)
+    assert_plan_is_what_it_takes(small_path, LAYERS, path)
 
 
 # -- what does not fit

@@ -134,7 +134,7 @@ class Head(DraftHead):
             self._run(library().llama_decode, len(part))
             self.end += len(part)
 
-    def block(self, token_id: int) -> tuple[Logits, Confidences | None]:
+    def block(self, token_id: int, most: int | None = None) -> tuple[Logits, Confidences | None]:
         self._require_open()
         self._check_tokens(token_id)
         self._trim()

@@ -348,7 +348,7 @@ class MedusaHead(DraftHead):
         self._check_features(features)
         self._state = self._text.read(features[-1:])
 
-    def block(self, token_id: int) -> tuple[Logits, Confidences | None]:
+    def block(self, token_id: int, most: int | None = None) -> tuple[Logits, Confidences | None]:
         states, scores = self._graph.run(state=self._state, embedded=self._text.embed(np.array([token_id])))
         return self._text.scored.logits(states, scores), None
 

@@ -108,7 +108,9 @@ def _of_source(source: Source, use: ModelUse) -> Footprint:
         if isinstance(source, GgufFile) and source.feature_size:  # inputs of layers, and the last state behind them
             head = read_head(source.path)
             given = head.feature_width + head.target_width
+            outputs = head.most_drafted or outputs
             results += 4 * settings.max_rows * 2 * products.width
+            results += 4 * outputs * head.vocabulary_size * bool(head.drafted_ids)
         results += given * (4 * settings.max_rows + kept)
     found = Footprint(
         mapped=mapped,

@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.head import DraftHead, HeadFacts, States
+from edgespec.engines.head import Confidences, DraftHead, HeadFacts, States
 from edgespec.engines.model_use import DEFAULT_CONTEXT
 from edgespec.engines.onnx.graph import HIDDEN, read_graph
 from edgespec.engines.onnx.kernel_engine import KernelEngine
@@ -28,7 +28,7 @@ from edgespec.errors import BatchError, CapabilityError, VocabularyMismatch
 from edgespec.formats.gguf.check import is_gemma4_drafter
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import HeadSizes, check_cache, read_head
-from edgespec.formats.onnx.tiles import FEATURES
+from edgespec.formats.onnx.tiles import FEATURES, ROWS
 from edgespec.types import Batch, Logits, TokenIds
 
 # Of a large vocabulary a layer scores the first tokens. A text of which so many of the latest are others gets these
@@ -53,7 +53,7 @@ class _Rest:
         return self._session is not None
 
     def scores(self, states: States) -> Logits:
-        return self._engine.run_beside(self._session, {HIDDEN: states})
+        return self._engine.run_beside(self._session, {HIDDEN: states})[0]
 
 
 def columns(given: Sequence[int], read: Sequence[int], width: int) -> NDArray[np.intp]:
@@ -69,12 +69,12 @@ class _Encoder:
         assert isinstance(source, GgufFile)
         self.feature_width = (len(given_layers) + 1) * sizes.target_width
         self._engine, self._columns = engine, columns(given_layers, sizes.layers, sizes.target_width)
-        graph = source.encoder()
+        graph = source.part("encoder", engine.facts.context_length)
         self._session = open_session(graph, source.folder, threads=1, provider="cpu", arrays=source.arrays())
 
-    def states(self, features: States) -> States:
-        """One state of each row of `features` [n, feature_width]."""
-        return self._engine.run_beside(self._session, {FEATURES: features[:, self._columns]})
+    def run(self, features: States, **rows: NDArray[np.int32]) -> States:
+        """One state of each row of `features` [n, feature_width]; of a block's head what it writes into the cache."""
+        return self._engine.run_beside(self._session, {FEATURES: features[:, self._columns], **rows})[0]
 
 
 class KernelHead(DraftHead):
@@ -111,7 +111,7 @@ class KernelHead(DraftHead):
 
     def encode(self, features: States) -> States:
         self._check_features(features)
-        return features if self._encoder is None else self._encoder.states(features)
+        return features if self._encoder is None else self._encoder.run(features)
 
     def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
         self._check_pairs(token_ids, states)
@@ -148,11 +148,15 @@ class KernelHead(DraftHead):
         found = self._engine.forward(batch)
         if self._scores_all:
             return np.concatenate((found, self._rest.scores(self._engine.hidden_states()[batch.outputs])), axis=1)
+        return self._spread(found)
+
+    def _spread(self, scores: Logits) -> Logits:
+        """Scores [n, drafted tokens] as [n, vocabulary]."""
         if not self._drafted.size:
-            return found
-        spread = np.full((len(found), self._engine.vocabulary.size), -np.inf, np.float32)
-        spread[:, self._drafted] = found
-        return spread
+            return scores
+        found = np.full((len(scores), self._engine.vocabulary.size), -np.inf, np.float32)
+        found[:, self._drafted] = scores
+        return found
 
     def rollback(self, to_end: int) -> None:
         self._check_position(to_end)
@@ -203,6 +207,65 @@ class CacheHead(KernelHead):
         return logits[0], engine.hidden_states()[0]
 
 
+class BlockHead(KernelHead):
+    """A DFlash or DSpark head: its cache has what its encoder makes of the target's states, and no row of a block."""
+
+    def __init__(self, engine: KernelEngine, sizes: HeadSizes, given_layers: tuple[int, ...]) -> None:
+        super().__init__(engine, sizes)
+        self.facts = replace(self.facts, width=sizes.width, most_drafted=sizes.most_drafted, can_tree=False)
+        self.read_layers(sizes, given_layers)
+        self._sizes, source = sizes, engine.source
+        self._ids = np.full(sizes.block_size, sizes.mask_id, np.int32)
+        places = np.arange(sizes.block_size)
+        parents = places - 1 if sizes.is_causal else places - sizes.block_size  # or they see all behind them
+        self._rows = np.stack((0 * places, places, places, parents), axis=1).astype(np.int32)
+        if sizes.has_markov:
+            assert isinstance(source, GgufFile)
+            graph = source.part("chain", 1)
+            self._chain = open_session(graph, source.folder, threads=1, provider="cpu", arrays=source.arrays())
+
+    def inject(self, features: States) -> None:
+        self._check_features(features)
+        self._check_room(len(features), "tokens")
+        assert self._encoder is not None
+        places = np.arange(self.end - self.start, self.end - self.start + len(features))
+        parents = np.arange(-1, len(features) - 1)
+        rows = np.stack((np.full_like(places, self._slot), places, places, parents), axis=1)
+        self._encoder.run(features, **{ROWS: rows.astype(np.int32)})
+        self.end += len(features)
+
+    def block(self, token_id: int, most: int | None = None) -> tuple[Logits, Confidences | None]:
+        engine, first = self._engine, self._sizes.first_row
+        if not 0 <= token_id < engine.vocabulary.size:
+            raise BatchError(f"token id {token_id} is outside the head's vocabulary 0..{engine.vocabulary.size - 1}")
+        self._ids[0], self._rows[:, 0] = token_id, self._slot
+        rows = self._rows + np.array([0, 1, 1, 0], np.int32) * np.int32(self.end - self.start)
+        scores = engine.score(self._ids, rows, first, None if most is None else first + most)
+        confidences = self._chained(token_id, scores) if self._sizes.has_markov else None
+        return self._spread(scores), confidences
+
+    def _chained(self, token_id: int, scores: Logits) -> Confidences | None:
+        """Move each row of `scores` by the likeliest token of the row before; the confidences in these tokens."""
+        states, found = self._engine.hidden_states()[self._sizes.first_row :], []
+        for row, state in zip(scores, states, strict=False):
+            inputs: dict[str, NDArray[Any]] = {"input_ids": np.array([[token_id]])}
+            if self._sizes.has_confidence:
+                inputs[FEATURES] = state[None, None]
+            moved, *confidence = self._engine.run_beside(self._chain, inputs)
+            row += moved[0, 0]
+            best = int(row.argmax())
+            token_id = int(self._drafted[best]) if self._drafted.size else best
+            found += [float(each[0, 0, 0]) for each in confidence]
+        return np.array(found, np.float32) if found else None
+
+    def rollback(self, to_end: int) -> None:
+        self._check_position(to_end)
+        self.end = to_end
+
+    def restart(self, position: int) -> None:
+        self.start = self.end = position
+
+
 def load_drafter(target: KernelEngine, path: Path | None = None, context_length: int | None = None) -> KernelHead:
     """The layer of `target` that predicts a further token, in its own file or in `path`; of another head what is there.
 
@@ -230,6 +293,8 @@ def load_drafter(target: KernelEngine, path: Path | None = None, context_length:
     if source.reads_cache:
         engine.read_cache_of(target)
         return CacheHead(engine)
+    if sizes and sizes.block_size:
+        return BlockHead(engine, sizes, target.state_layers)
     head = KernelHead(engine, sizes)
     if sizes and sizes.layers:
         head.read_layers(sizes, target.state_layers)

@@ -20,7 +20,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,8 @@ from edgespec.formats.gguf.header import TensorInfo, once
 from edgespec.formats.gguf.model import GgufModel, GgufTensors, read_model
 from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.gguf.tokenizer import FILES, splitter_of, tokenizer_texts
-from edgespec.formats.onnx.eagle import ENCODER, EagleConfig
+from edgespec.formats.onnx.dflash import CONFIDENCE, FOLLOWERS, MARKOV, BlockConfig
+from edgespec.formats.onnx.eagle import ENCODER, HeadConfig
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.gemma4 import Gemma4Config
 from edgespec.formats.onnx.graph import Fill, MemoryWriter, Nodes
@@ -230,8 +231,9 @@ class GgufFile(Source):
         weights, tensors = self._weights(), self.model.tensors
         reused = (name for name in tensors.keys() - self._own(self._lent) if len(tensors[name][0].shape) > 1)
         tables = rotary_bytes(replace(self.model.config, max_positions=cells))
-        encoder = weights.num_bytes(ENCODER) if ENCODER in tensors else 0
-        return graph.weight_bytes - sum(map(weights.num_bytes, reused)) + tables + encoder
+        apart = (name for name in (ENCODER, MARKOV, FOLLOWERS, CONFIDENCE) if name in tensors)
+        tables *= 2 if isinstance(self.model.config, BlockConfig) else 1  # its encoder has them, too
+        return graph.weight_bytes + sum(map(weights.num_bytes, apart)) - sum(map(weights.num_bytes, reused)) + tables
 
     def config(self) -> ModelConfig:
         found = self.model
@@ -244,18 +246,18 @@ class GgufFile(Source):
         self._data, weights = MemoryWriter(), self._weights()
         return llama_graph(config, self._data, lambda nodes: Tiles(weights, nodes))
 
-    def encoder(self) -> bytes:
-        """The graph of what a head makes of its target's states, and nothing else; `arrays` are then its weights."""
+    def part(self, name: Literal["encoder", "chain"], cells: int) -> bytes:
+        """The graph of a part of a head for so many `cells`; `arrays` are then its weights."""
         config = self.model.config
-        assert isinstance(config, EagleConfig)
-        found: bytes = self._written(replace(config, is_encoder=True)).SerializeToString()
+        assert isinstance(config, HeadConfig)
+        found: bytes = self._written(replace(config, part=name, max_positions=cells)).SerializeToString()
         return found
 
     @property
     def feature_size(self) -> int:
         """The width of the target's states that a head reads for one token; 0: that of its own states."""
         config = self.model.config
-        return config.feature_size if isinstance(config, EagleConfig) else 0
+        return config.feature_size if isinstance(config, HeadConfig) else 0
 
     @property
     def num_unscored(self) -> int:

@@ -1,4 +1,4 @@
-"""Heads that read states of a target's layers, as models for a graph: EAGLE-3.
+"""Heads that read states of a target's layers, as models for a graph: EAGLE-3, DFlash and DSpark.
 
 Tables that a head shares with its target have no place in its file until that one lends them.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from edgespec.formats.architectures import Sizes
 from edgespec.formats.gguf.header import GgufHeader, TensorInfo
 from edgespec.formats.gguf.heads import read_head
 from edgespec.formats.gguf.model import Reader, Tensors
-from edgespec.formats.gguf.tables import HEAD_OUTER, Kind
+from edgespec.formats.gguf.tables import DFLASH_OUTER, HEAD_OUTER, Kind
+from edgespec.formats.onnx.dflash import CONFIDENCE_BIAS, FOLLOWERS, MARKOV, BlockConfig
 from edgespec.formats.onnx.eagle import EagleConfig
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.llama_config import LlamaConfig
@@ -20,8 +22,8 @@ from edgespec.formats.onnx.llama_config import LlamaConfig
 OF_TARGET = {EMBEDDING: -1, HEAD: -2}  # the offsets of tables that a file lacks
 
 
-class HeadReader(Reader):
-    """An EAGLE-3 head. Raises CapabilityError for a variant that nobody runs."""
+class _HeadReader(Reader):
+    """Raises CapabilityError for a variant that nobody runs."""
 
     def __init__(self, path: Path, header: GgufHeader, kind: Kind) -> None:
         super().__init__(path, header, kind)
@@ -38,7 +40,26 @@ class HeadReader(Reader):
             found.setdefault(name, (missing, HEAD_OUTER[name]))
         return found
 
+    def _settings(self, sizes: Sizes, tensors: Tensors) -> dict[str, Any]:
+        own = {"vocab_size": self._head.num_drafted, "feature_size": self._head.feature_width}
+        return super()._settings(sizes, tensors) | own
+
+
+class EagleReader(_HeadReader):
     def _config(self, sizes: Sizes, tensors: Tensors) -> LlamaConfig:
-        settings = self._settings(sizes, tensors) | {"vocab_size": self._head.num_drafted}
         is_normed = bool(self._number("norm_before_residual", 0))
-        return EagleConfig(**settings, is_fused=True, norms_residual=is_normed, feature_size=self._head.feature_width)
+        return EagleConfig(**self._settings(sizes, tensors), is_fused=True, norms_residual=is_normed)
+
+
+class BlockReader(_HeadReader):
+    def _sizes(self) -> Sizes:
+        found, markov = super()._sizes(), self._infos.get(DFLASH_OUTER[MARKOV].name)
+        rank = markov.shape[0] if markov else 0
+        return replace(found, others={**found.others, "r": rank, "d+r": found.width + rank})
+
+    def _config(self, sizes: Sizes, tensors: Tensors) -> LlamaConfig:
+        if MARKOV in tensors and FOLLOWERS not in tensors:
+            raise self._wrong(f"it lacks the tensor {DFLASH_OUTER[FOLLOWERS].name!r}")
+        settings = self._settings(sizes, tensors)
+        settings["biases"] |= {"confidence"} if CONFIDENCE_BIAS in tensors else set()
+        return BlockConfig(**settings, block_size=self._head.block_size, has_confidence=self._head.has_confidence)

@@ -109,7 +109,7 @@ def read_model(path: Path, header: GgufHeader, *, nextn: bool = False) -> GgufMo
 def _reader(path: Path, header: GgufHeader, *, nextn: bool) -> Reader:
     """What reads a file. Gemma 4 has sizes that differ by layer, hybrids layers of two kinds."""
     from edgespec.formats.gguf.gemma4 import Gemma4DrafterReader, Gemma4Reader
-    from edgespec.formats.gguf.head_model import HeadReader
+    from edgespec.formats.gguf.head_model import BlockReader, EagleReader
     from edgespec.formats.gguf.hybrid import hybrid_reader
 
     kind = KINDS[header.architecture]
@@ -118,7 +118,8 @@ def _reader(path: Path, header: GgufHeader, *, nextn: bool) -> Reader:
     readers: dict[str, type[Reader]] = {
         "gemma4": Gemma4Reader,
         "gemma4-assistant": Gemma4DrafterReader,
-        "eagle3": HeadReader,
+        "eagle3": EagleReader,
+        "dflash": BlockReader,
     }
     return readers.get(header.architecture, Reader)(path, header, kind)
 

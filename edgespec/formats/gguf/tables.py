@@ -183,6 +183,16 @@ EAGLE3 = Architecture(
     },
 )
 
+DFLASH_OUTER = {
+    **HEAD_OUTER,
+    "model.state_norm.weight": Tensor("enc.output_norm.weight", "d"),
+    "model.markov.weight": Tensor("markov_w1.weight", "v r", is_optional=True),
+    "model.followers.weight": Tensor("markov_w2.weight", "n r", is_optional=True),
+    "model.confidence.weight": Tensor("conf_proj.weight", "1 d+r", is_optional=True),
+    "model.confidence.bias": Tensor("conf_proj.bias", "1", is_optional=True),
+}
+DFLASH = Architecture("dflash", DFLASH_OUTER, {**TWO_NORMS, **ATTENTION, **HEAD_NORMS, **MLP})
+
 # Hybrids have layers of two kinds, whose tensors are in `hybrid`.
 QWEN35 = Architecture("qwen35", LLAMA_OUTER, {})
 QWEN35_MOE = Architecture("qwen35moe", LLAMA_OUTER, {})
@@ -274,6 +284,12 @@ KINDS = {
         **GEMMA_WINDOWS,
     ),
     "eagle3": Kind(EAGLE3, keys=("target_layers", "target_hidden_size", "norm_before_residual")),
+    "dflash": Kind(
+        DFLASH,
+        HEADS_NORMED,
+        keys=("target_layers", "block_size", "sample_from_anchor", "attention.causal"),
+        window_every=1,
+    ),
     "qwen35": Kind(QWEN35, HEADS_NORMED, keys=QWEN35_KEYS),
     "qwen35moe": Kind(QWEN35_MOE, HEADS_NORMED, keys=(*QWEN35_KEYS, *EXPERT_KEYS, "expert_shared_feed_forward_length")),
     "granitehybrid": Kind(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import onnx
 from onnx import TensorProto, helper
@@ -22,17 +23,22 @@ ENCODER = "model.fc.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class EagleConfig(LlamaConfig):
-    """`is_fused`: an EAGLE-3 head, whose layer starts from the normed state where it `norms_residual`.
+class HeadConfig(LlamaConfig):
+    """`feature_size`: of the target's states that a matrix makes one, of a head that looks embeddings up.
 
-    `feature_size`: of the target's states that a matrix makes one, of a head that looks embeddings up. That matrix is a
-    graph of its own, which `is_encoder`: within a draft the head's own states take their place.
+    `part`: "encoder" for the graph of that matrix, which a text passes through once; "chain" for DSpark's.
     """
+
+    feature_size: int = 0
+    part: Literal["", "encoder", "chain"] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EagleConfig(HeadConfig):
+    """`is_fused`: an EAGLE-3 head, whose layer starts from the normed state where it `norms_residual`."""
 
     is_fused: bool = False
     norms_residual: bool = False
-    feature_size: int = 0
-    is_encoder: bool = False
 
 
 class EagleGraph(KernelGraph):
