@@ -150,9 +150,6 @@ def apply(change: int, weights: Weights, sizes: Sizes) -> Weights:
     return weights + np.float32(1) if change == ADD_ONE else weights
 
 
-UNIFORM = ("llama", "gemma")  # architectures whose layers are all alike, whatever config.json says of their kinds
-
-
 def _check_built_in(checkpoint: Checkpoint, found: Architecture) -> None:
     """Raise ModelFileError for settings of single architectures that llama.cpp derives from the model's shape."""
     config = checkpoint.config
@@ -177,7 +174,7 @@ def _check_built_in(checkpoint: Checkpoint, found: Architecture) -> None:
 def layer_kinds(checkpoint: Checkpoint, found: Architecture, layers: int) -> list[bool]:
     """Whether each layer has sliding attention, [layers]."""
     config = checkpoint.config
-    if found.name not in UNIFORM and (kinds := config.get("layer_types")):
+    if found.name != "llama" and (kinds := config.get("layer_types")):  # whose layers are all alike, whatever it says
         known = {"sliding_attention": True, "full_attention": False}
         if len(kinds) != layers or not set(kinds) <= known.keys():
             raise ModelFileError(f"{checkpoint.folder}: layer_types must hold {layers} of {', '.join(known)}")
@@ -303,19 +300,12 @@ GEMMA_OUTER = {
     "model.norm.weight": Tensor("output_norm.weight", "d", ADD_ONE),
     **HEAD,
 }
-GEMMA_LAYER = {
-    "input_layernorm.weight": Tensor("attn_norm.weight", "d", ADD_ONE),
-    "post_attention_layernorm.weight": Tensor("ffn_norm.weight", "d", ADD_ONE),
-    **ATTENTION,
-    **MLP,
-}
 FOUR_NORMS = {
     "input_layernorm.weight": Tensor("attn_norm.weight", "d", ADD_ONE),
     "post_attention_layernorm.weight": Tensor("post_attention_norm.weight", "d", ADD_ONE),
     "pre_feedforward_layernorm.weight": Tensor("ffn_norm.weight", "d", ADD_ONE),
     "post_feedforward_layernorm.weight": Tensor("post_ffw_norm.weight", "d", ADD_ONE),
 }
-GEMMA2_LAYER = {**FOUR_NORMS, **ATTENTION, **MLP}
 GEMMA3_LAYER = {
     **FOUR_NORMS,
     **ATTENTION,
@@ -370,18 +360,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         SMOLLM3_LAYER,
         must={**SILU, "use_sliding_window": (False, None)},  # its windows lie in the layers without rotary positions
         ties_by_default=True,
-    ),
-    "GemmaForCausalLM": Architecture("gemma", GEMMA_OUTER, GEMMA_LAYER, must=TANH_GELU, head_is_tied=True),
-    "Gemma2ForCausalLM": Architecture(
-        "gemma2",
-        GEMMA_OUTER,
-        GEMMA2_LAYER,
-        must=TANH_GELU,
-        head_is_tied=True,
-        rope_kinds=("default",),
-        has_window=True,
-        window_pattern=2,
-        fixed_attention_scale_layers=46,
     ),
     "Gemma3ForCausalLM": Architecture(
         "gemma3",
