@@ -210,7 +210,8 @@ int64_t divide(const Step& s, Item* items) {
 OrtStatus* check_row(const Step& s, int64_t i, int64_t positions) {
   const Row& r = s.rows[i];
   const int64_t cells = s.cache->chunks * kChunk;
-  const bool follows = r.parent < 0 ? r.parent == -1 || (r.cell == r.position && s.end(i) <= cells) : r.parent < i && s.rows[r.parent].slot == r.slot && s.rows[r.parent].position + 1 == r.position;
+  const int64_t last = i - 1 - r.parent;  // the row of the last cell that is seen by one of a block
+  const bool follows = r.parent == -1 || (r.parent < 0 ? last < s.count && s.rows[last].slot == r.slot && s.rows[last].cell == s.end(i) - 1 && r.cell == r.position : r.parent < i && s.rows[r.parent].slot == r.slot && s.rows[r.parent].position + 1 == r.position);
   if (r.slot < 0 || r.slot >= s.cache->slots || r.position < 0 || r.position >= cells || r.position >= positions || r.cell < 0 || r.cell >= cells || !follows)
     return invalid("edgespec: Attention has a row %lld (slot %d, position %d, cell %d, parent %d) outside %lld slots of %lld cells and %lld positions, or away from its parent", (long long)i, r.slot, r.position, r.cell, r.parent, (long long)s.cache->slots, (long long)cells, (long long)positions);
   return nullptr;
