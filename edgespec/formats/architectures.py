@@ -126,7 +126,6 @@ class Architecture:
     ties_by_default: bool = False
     rope_kinds: tuple[str, ...] = ("default", "linear")
     has_window: bool = False
-    window_pattern: int = 0  # without layer_types: every n-th layer has full attention
     fixed_attention_scale_layers: int = 0  # at this number of layers llama.cpp scales attention by width / heads
 
     def is_tied(self, settings: Mapping[str, Any]) -> bool:
@@ -180,7 +179,7 @@ def layer_kinds(checkpoint: Checkpoint, found: Architecture, layers: int) -> lis
             raise ModelFileError(f"{checkpoint.folder}: layer_types must hold {layers} of {', '.join(known)}")
         return [known[kind] for kind in kinds]
     if found.has_window:
-        every = int(config.get("sliding_window_pattern") or found.window_pattern)
+        every = int(config.get("sliding_window_pattern") or 6)
         return [(index + 1) % every != 0 for index in range(layers)]
     if checkpoint.architecture == "MistralForCausalLM":
         return [window_of(checkpoint) is not None] * layers
@@ -368,7 +367,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         must={**TANH_GELU, "attn_logit_softcapping": (None,)},
         ties_by_default=True,
         has_window=True,
-        window_pattern=6,
         fixed_attention_scale_layers=62,
     ),
     "GPT2LMHeadModel": Architecture(
