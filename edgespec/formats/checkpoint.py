@@ -137,12 +137,6 @@ class Checkpoint:
         """The architecture named in config.json, or 'none'."""
         return named_architecture(self.config)
 
-    def names(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.tensors[name].shape
-
     def weights(self, name: str) -> Weights:
         """One tensor as float32, in its stored shape. Raises ModelFileError for types other than F64/F32/F16/BF16.
 

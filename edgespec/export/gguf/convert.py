@@ -128,7 +128,7 @@ def plan_tensors(checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> T
     if found.head_is_tied and not found.is_tied(checkpoint.config):
         raise ModelFileError(f"{checkpoint.folder}: llama.cpp's {found.name} needs tied embeddings, but they are not")
     needed, plan = dict(_places(checkpoint, found, sizes.layers)), Tensors()
-    for source in checkpoint.names():
+    for source in checkpoint.tensors:
         if source.endswith(BUFFERS) or (source == HEAD and found.is_tied(checkpoint.config)):
             continue
         # Checkpoints saved from the bare model lack the prefix.
@@ -136,7 +136,7 @@ def plan_tensors(checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> T
         where = f"{checkpoint.tensors[source].file}: tensor {source}"
         if name not in needed:
             raise ModelFileError(f"{where} has no place in a {found.name} model of {sizes.layers} layers")
-        (tensor, own), shape = needed.pop(name), checkpoint.shape(source)
+        (tensor, own), shape = needed.pop(name), checkpoint.tensors[source].shape
         if shape != (wanted := sizes.shape(tensor.shape)):
             raise ModelFileError(f"{where} has the shape {shape}, config.json implies {wanted}")
         checkpoint.check_type(source)
