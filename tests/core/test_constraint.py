@@ -32,8 +32,7 @@ from edgespec.sampling.constraint.state import Constraint, Constraints, Mask
 from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft
-from laws import ALPHA_1E6, chi_square_score
-from lossless import SAMPLINGS
+from lossless import ALPHA_1E6, SAMPLINGS, chi_square_score
 from table_engine import TableEngine
 
 SIZE = 7
@@ -132,12 +131,6 @@ def test_a_chain_is_cut_at_the_first_forbidden_token(drafted: str, kept: int) ->
     assert found.permitted(Draft.chain(ids), PROMPT).token_ids.tolist() == ids[:kept]
 
 
-def test_a_tree_is_left_to_the_rules() -> None:
-    target = table()
-    draft = Draft(np.array([2, 5, 2], np.int32), np.array([-1, -1, 0], np.int32), np.ones(3, np.float32))
-    assert constraint(FORCING, target).permitted(draft, PROMPT) is draft
-
-
 def test_a_row_without_an_allowed_token_is_one_clear_error() -> None:
     target = table()
     sampler = Sampler(Sampling(temperature=0.0, logit_bias={0: -np.inf}), SIZE, constraint=constraint(FORCING, target))
@@ -230,11 +223,7 @@ def test_only_one_structure_and_nothing_that_contradicts_it() -> None:
             "at items: minProperties 2 cannot be kept",
         ),
         ("json_schema", '{"$ref": "#/nowhere"}', "Pointer '/nowhere' does not exist"),
-        (
-            "json_schema",
-            '{"properties": {"a": {"type": "array", "uniqueItems": true}}}',
-            "uniqueItems",
-        ),
+        ("json_schema", '{"properties": {"a": {"type": "array", "uniqueItems": true}}}', "uniqueItems"),
         ("grammar", "start: x", "unknown name"),
         ("grammar", 'root ::= "yes" | (', "Expected"),
         ("grammar", "root ::= missing", "Rule 'missing' not found"),
