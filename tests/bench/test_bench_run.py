@@ -1,4 +1,4 @@
-"""Benchmark runs on table engines: empty caches, alternating order, report."""
+"""Benchmark runs on table engines, their statistics and explanations, and the prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time bank: however a drafter lies, elapsed <= (1 + share) * tokens * plain + start, at every moment.
+"""The time bank: however a drafter lies, elapsed <= (1 + share) * tokens * plain + start; long contexts, too.
 
 Stalls of the machine are no lies: they are excused, and no more of them than `edgespec.control.bank` says.
 """

@@ -1,4 +1,4 @@
-"""The automatic controller and drafts with branches: what they are worth, what they teach, and where they are taken."""
+"""Prices: the rate rule against brute force, and where drafts with branches are taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates in the sandbox, and conversations."""
+"""Chat templates in the sandbox and from files, conversations, and what they hold from earlier turns."""
 
 from __future__ import annotations
 
@@ -128,6 +128,15 @@ def test_a_template_that_joins_tool_arguments_gets_them_as_text():
 def test_a_message_that_cannot_be_used_is_named(messages, said):
     with pytest.raises(PromptError, match=said):
         render_chat(CHATML, messages)
+
+
+@pytest.mark.parametrize("messages", ["hi", b"hi", {"role": "user"}, 5, None, ["hi"], [None], [["role", "user"]],
+                                      [{"role": ["user"], "content": "x"}], [{"role": "user", "content": 5}],
+                                      [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}],
+                                      [{"role": "assistant", "content": "", "tool_calls": 5}]])  # fmt: skip
+def test_what_is_no_conversation_is_refused(messages):
+    with pytest.raises(PromptError):
+        checked_messages(messages)
 
 
 def exchanges(count: int, system: str | None = None) -> Conversation:

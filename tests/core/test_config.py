@@ -1,4 +1,4 @@
-"""flag > EDGESPEC_* environment > config file > default; nothing unknown passes."""
+"""flag > EDGESPEC_* environment > config file > default; nothing unknown or out of range passes."""
 
 from __future__ import annotations
 

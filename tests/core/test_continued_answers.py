@@ -1,4 +1,4 @@
-"""A conversation that ends with an assistant's text: the prompt ends behind that text, and the model goes on."""
+"""Answers taken apart and gone on with: a conversation's last message, reasoning, tool calls."""
 
 from __future__ import annotations
 

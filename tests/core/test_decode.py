@@ -1,4 +1,4 @@
-"""The decoding loop: limits, counters, early ends, and consistent caches after interruptions."""
+"""The decoding loop: limits, counters, early ends, stop rules, and consistent caches after interruptions."""
 
 from __future__ import annotations
 

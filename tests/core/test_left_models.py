@@ -1,4 +1,4 @@
-"""Models that are closed, dropped without it, or inherited by a fork."""
+"""Models that are closed, dropped, forked or interrupted, and files that change under them."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_model_whose_file_was_replaced_answers_and_keeps_what_it_learnt_under_
         assert model.generate("Hello", options=options).stats.new_tokens == 24
 
 
-# -- ctrl-C at any place of a call that changes the caches: what follows is as if it had never come
+# -- Ctrl-C at any place of a call that changes the caches: what follows is as if it had never come
 
 
 PACKAGE = str(ROOT / "edgespec")

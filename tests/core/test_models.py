@@ -1,4 +1,4 @@
-"""The registry: names, paths, manifests, and every way in which each can be wrong."""
+"""The registry, the catalogue and models of other programs: names, paths, manifests, and how each can be wrong."""
 
 from __future__ import annotations
 

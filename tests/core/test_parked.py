@@ -1,4 +1,4 @@
-"""Parked KV states: alternating texts get the same bits as on a fresh model, and are not read again."""
+"""States of a cache, parked in memory and saved on disk: the same bits, and nothing is read again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public API of `edgespec`: an explicit list of names, each documented and importable."""
+"""The public API of `edgespec`: its names, documented and typed, and errors that name options as callers do."""
 
 from __future__ import annotations
 

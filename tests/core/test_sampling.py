@@ -1,4 +1,4 @@
-"""Distributions, picks and noise."""
+"""Distributions, picks and noise, of which no draw is used twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured answers of the demo pair: valid, and the same with and without speculation, on both engines."""
+"""Structured answers: valid, and the same with and without speculation, whatever the drafter knows of the grammar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafting from hidden states: losslessness on every engine, files that are wrong or damaged, costs of nothing."""
+"""Drafting from hidden states: losslessness, files that are wrong, damaged or another model's, costs of nothing."""
 
 from __future__ import annotations
 

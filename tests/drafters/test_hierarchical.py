@@ -1,4 +1,4 @@
-"""The hierarchical drafter: what it drafts is the medium's own text, whatever the small model says."""
+"""Drafts of a small model before a medium one, and of the target's first layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The corpus on disk: what is added comes back, within its limit; what is damaged is refused and never misread."""
+"""Texts to draft from, on disk: the corpus, its index against plain searches, and kept answers."""
 
 from __future__ import annotations
 

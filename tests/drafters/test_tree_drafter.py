@@ -1,4 +1,4 @@
-"""The draft model with branches: what it proposes, and that the text stays the target's own."""
+"""The draft model with branches and with a window: what it proposes, and that the text stays the target's own."""
 
 from __future__ import annotations
 

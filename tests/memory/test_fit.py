@@ -1,4 +1,4 @@
-"""What is given up for a budget, in which order, and what is refused."""
+"""What is given up for a budget, in which order, and what is refused; budgets as users write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan reads no weights, and a child process takes what it says."""
+"""The plan reads no weights, and a child process takes what it says; several answers and heads in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left to this process, read from a fake root folder; and from the real one."""
+"""What is left to this process and which cores it has, read from fake root folders; and from the real one."""
 
 from __future__ import annotations
 
