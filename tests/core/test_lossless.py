@@ -69,7 +69,7 @@ def test_greedy_rejection_is_plain_greedy(name: str) -> None:
 
 LAWS = [
     ("coupled", "model"),  # with other drafters the tokens are the same, which is tested above
-    *itertools.product(("rejection", "block"), ("model", "ngram", "hierarchical", "medusa", "eagle")),
+    *itertools.product(("rejection", "block"), ("model", "mapped", "ngram", "hierarchical", "medusa", "eagle")),
     *(("rejection", name) for name in ("eagle3", "dflash", "corpus")),
     *(("rejection", "lookahead"), ("block", "kept answers")),
 ]
@@ -81,7 +81,7 @@ def test_joint_law_of_sampled_text_is_the_targets(rule: str, name: str) -> None:
 
     16000 tokens of a law with 100 degrees of freedom show probabilities that are off by 7%, which is less than mistakes
     of the loop make of them; those of the rules are found exactly in test_verify, and draws that decide twice, which
-    move little, one by one in test_fresh_draws. With `num_tokens` 200,000 it is 2%.
+    move little, one by one in test_sampling. With `num_tokens` 200,000 it is 2%.
     """
     assert law_score(rule, name, num_tokens=16_000) < ALPHA_1E6
 

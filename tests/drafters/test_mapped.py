@@ -18,7 +18,6 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.errors import Cancelled, VocabularyMismatch
 from edgespec.loading.drafts import LEAST_OVERLAP
 from edgespec.sampling.sampler import Sampler
-from lossless import ALPHA_1E6, score_of_pairs
 from table_engine import TableEngine, Words
 from tiny_gguf import finish, write_sentencepiece_model
 
@@ -157,16 +156,6 @@ def test_a_cancelled_read_leaves_the_known_tokens() -> None:
 
 
 # -- what comes of it
-
-
-@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
-def test_joint_law_with_another_vocabulary_is_the_targets(rule: str) -> None:
-    target = TableEngine.random(10, order=1, seed=3, spread=1.0, context_length=4100)
-    draft = TableEngine.random(8, order=1, seed=4, spread=1.0, context_length=4100)  # lacks i and j
-    drafter = ModelDrafter(draft, MappedSequence(draft, map_vocabulary(target.vocabulary, draft)))
-    score, events = score_of_pairs(target, drafter, rule)
-    assert sum(event.from_draft for event in events) > 2500
-    assert score < ALPHA_1E6
 
 
 def write_reordered_gguf(source: Path, path: Path, order: Sequence[int]) -> Path:

@@ -19,6 +19,7 @@ from edgespec.drafters.base import Drafter
 from edgespec.drafters.heads import DFlashDrafter, Eagle3Drafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.lookahead import LookaheadDrafter
+from edgespec.drafters.mapped import MappedSequence, map_vocabulary
 from edgespec.drafters.model import EarlyExitDrafter, ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.suffix import SuffixDrafter
@@ -31,7 +32,7 @@ from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, TokenIds
-from table_engine import TableEngine
+from table_engine import TableEngine, Words
 from tiny_heads import LAYERS, OpenBlock, OpenHead, drafter_of, table_heads
 
 VOCABULARY = 10
@@ -138,22 +139,6 @@ def assert_window_changes_no_text(target: str, drafter: Any, **options: Any) -> 
         assert model.generate(ids, sampling, usual).token_ids == plain.token_ids
 
 
-def score_of_pairs(target: TableEngine, drafter: Drafter, rule: str) -> tuple[float, list[TokenEvent]]:
-    """The law of pairs of tokens in texts of a table of order 1, as a standard normal score; and all their tokens."""
-    cached, size, found = CachedSequence(target), target.vocabulary.size, list[TokenEvent]()
-    counts = np.zeros((size, size))
-    for seed in range(6):
-        events = run_once(cached, drafter, rule, 3, replace(PLAIN, seed=seed), 4000, logprobs=False)
-        ids = [1, *(event.token_id for event in events)]
-        found += events
-        np.add.at(counts, (ids[:-1], ids[1:]), 1)
-    expected = np.zeros_like(counts)
-    for before in range(size):
-        weights = np.exp(target.row([before]).astype(np.float64))
-        expected[before] = counts[before].sum() * weights / weights.sum()
-    return chi_square_score(counts, expected, size * (size - 1)), found
-
-
 def side_branches(draft: Draft) -> int:
     return sum(node not in draft.parents for node in range(draft.num_tokens)) - 1
 
@@ -212,8 +197,17 @@ def remembering(target: TableEngine) -> SuffixDrafter:
     return drafter
 
 
+def mapped(target: TableEngine) -> ModelDrafter:
+    """A draft that knows nothing of the target, lacks its last token, and has the others in another order."""
+    size = target.vocabulary.size - 1
+    draft = TableEngine.random(size, order=1, seed=4, spread=1.0, context_length=target.facts.context_length + 100)
+    draft.vocabulary = Words([target.vocabulary.token_bytes(token_id) for token_id in range(size)][::-1])  # type: ignore[assignment]
+    return ModelDrafter(draft, MappedSequence(draft, map_vocabulary(target.vocabulary, draft)))
+
+
 MAKERS: dict[str, Callable[[TableEngine], Drafter]] = {
     "model": model,
+    "mapped": mapped,
     "tree": lambda target: TreeDrafter(model(target)),
     "close tree": lambda target: TreeDrafter(model(target, sigma=0.3)),
     "hierarchical": hierarchical,
