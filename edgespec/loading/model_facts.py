@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.tool_forms import call_form
+from edgespec.formats.gguf.check import pooling_of
 from edgespec.formats.gguf.header import GgufHeader, TensorInfo, read_header
 from edgespec.formats.manifest import ModelPair
 from edgespec.platform.disk_cache import file_key
@@ -26,7 +27,6 @@ _FILE_TYPES = (
 )
 QUANTIZATIONS = {number: name for number, name in enumerate(_FILE_TYPES.split()) if name != "-"}
 _FIM_KEYS = ("pre", "suf", "mid")
-_POOLINGS = {1: "mean", 2: "cls", 3: "last", 4: "rank"}  # llama.cpp's llama_pooling_type; 0 is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,12 @@ def _of_gguf(paths: tuple[Path, ...], versions: tuple[object, ...]) -> Mapping[s
     first, tensors = headers[0], [tensor for header in headers for tensor in header.tensors]
     with paths[0].open("rb") as file:
         digest = hashlib.sha256(file.read(first.data_start)).hexdigest()
-    pooling = first.value("pooling_type")
     return {
         "architecture": first.architecture,
         "weight_bytes": sum(tensor.num_bytes for tensor in tensors),
         "chat_template": str(first.metadata.get("tokenizer.chat_template", "")),
         "fills_gaps": _fills_gaps(first),
-        "pooling": _POOLINGS.get(pooling, "") if isinstance(pooling, int) else "",
+        "pooling": pooling_of(first),
         "digest": digest,
         "quantization": _quantization(first, tensors),
         "num_parameters": sum(math.prod(tensor.shape) for tensor in tensors),

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
@@ -42,7 +44,6 @@ from edgespec.formats.onnx.graph import Fill, MemoryWriter, Nodes
 from edgespec.formats.onnx.hybrid import HybridConfig
 from edgespec.formats.onnx.llama import llama_graph, rotary_bytes
 from edgespec.formats.onnx.tiles import Tiles, tiles_name
-from edgespec.installation import IMPORT_FAILURES, not_importable
 from edgespec.kernels import interface
 from edgespec.platform.disk_cache import cache_folder, file_key, key_of
 from edgespec.platform.files import write_atomically
@@ -115,11 +116,6 @@ class ExportFolder(Source):
         return ModelConfig.read(self.folder)
 
     def graph(self, cells: int = 0) -> Any:
-        try:
-            import onnx
-            from google.protobuf.message import DecodeError
-        except IMPORT_FAILURES as exc:
-            raise not_importable("reading ONNX files", exc, "onnx") from exc
         path = self.path
         if not path.is_file():
             raise ModelNotFound(f"no file {str(path)!r}: give the model.onnx of an export")
