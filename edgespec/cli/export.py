@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgespec import __version__
-from edgespec.cli import FilePath, files
+from edgespec.cli import FilePath, complete_model
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.terminal import note, waiting
 from edgespec.platform.files import exists, expanded, resolved
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("source", shell_complete=files)
+@click.argument("source", shell_complete=complete_model)
 @click.option("-o", "--output", type=FilePath(), metavar="FOLDER", help="Default: ./NAME-pair.")
 @click.option("--to", default="gguf", metavar="gguf|onnx|both", help="What to make.  [default: gguf]")
 @click.option(
