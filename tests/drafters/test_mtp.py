@@ -26,7 +26,6 @@ from edgespec.engines.onnx.kernel_head import load_drafter
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.check import has_mtp
 from edgespec.formats.gguf.header import read_header
-from edgespec.kernels.library import library_path
 from hybrid_gguf import HybridShape, cycle_tensors, tensors_of, write_lfm2, write_qwen35
 from needs import NEEDS_KERNELS
 
@@ -51,14 +50,6 @@ def opened(engine: Engine, path: Path | None) -> DraftHead:
         return load_drafter(engine, path, context_length=40)
     assert isinstance(engine, LlamaCppEngine)
     return engine.load_head(path, context_length=40)
-
-
-@pytest.fixture(params=["llamacpp", "onnx"])
-def engine_name(request: pytest.FixtureRequest) -> str:
-    if request.param == "onnx" and library_path() is None:
-        pytest.skip("the kernels are not built: scripts/run.py test builds them")
-    name: str = request.param
-    return name
 
 
 @pytest.fixture(params=["in the model's file", "in a file of its own"])

@@ -189,7 +189,7 @@ class Head(DraftHead):
             self._run(library().llama_decode, len(part))
             self.end += len(part)
 
-    def block(self, token_id: int) -> tuple[Logits, Confidences | None]:
+    def block(self, token_id: int, most: int | None = None) -> tuple[Logits, Confidences | None]:
         self._require_open()
         self._check_tokens(token_id)
         self._trim()
@@ -348,7 +348,7 @@ def try_head(path: Path) -> None:
 def layers_sizes(width: int, vocabulary_size: int, context_length: int) -> HeadSizes:
     """Of such a layer in the target's own file: keys and values are at most as wide as the model."""
     kv_bytes = 2 * width * HALF_BYTES
-    return HeadSizes("mtp", width, width, vocabulary_size, vocabulary_size, context_length, 0, kv_bytes)
+    return HeadSizes("mtp", width, width, vocabulary_size, context_length, 0, kv_bytes)
 
 
 def widest_pass(sizes: HeadSizes) -> int:

@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from edgespec.engines.head import Confidences, DraftHead, HeadFacts, States
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.graph import read_graph
 from edgespec.engines.onnx.kernel_engine import KernelEngine
-from edgespec.engines.onnx.kernel_head import KernelHead
+from edgespec.engines.onnx.kernel_head import KernelHead, columns
 from edgespec.engines.onnx.library import open_session, run_options, translated
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import TILE_ROWS, Source, packed_tiles
@@ -166,8 +166,7 @@ def columns_of(heads: HeadFile, given_layers: tuple[int, ...]) -> NDArray[np.int
     if given_layers == manifest.layers:
         return None
     width = manifest.feature_size // (len(manifest.layers) + 1)
-    blocks = [*(given_layers.index(layer) for layer in manifest.layers), len(given_layers)]
-    return np.concatenate([np.arange(block * width, (block + 1) * width) for block in blocks])
+    return columns((*given_layers, -1), (*manifest.layers, -1), width)
 
 
 class HeadTiles:
@@ -261,8 +260,8 @@ class HeadLayer(Source):
 class EagleHead(KernelHead):
     """One text's view of the layer. Make it with `load_eagle`."""
 
-    def __init__(self, engine: KernelEngine, text: HeadText, fuse: _Graph | None, slot: int = 0) -> None:
-        super().__init__(engine, slot)
+    def __init__(self, engine: KernelEngine, text: HeadText, fuse: _Graph | None) -> None:
+        super().__init__(engine)
         self._text, self._fuse = text, fuse
         width = self.facts.width // 2  # a pair is a state and an embedding
         own = self.facts.num_bytes + text.num_bytes + (0 if fuse is None else fuse.num_bytes)
@@ -291,8 +290,10 @@ class EagleHead(KernelHead):
     def _read(self, token_ids: TokenIds, states: States) -> States:
         return np.concatenate((states, self._text.embed(token_ids)), axis=1)
 
-    def another(self, sequence: int) -> EagleHead:
-        return EagleHead(self._engine, self._text.another(), self._fuse, sequence)
+    def another(self, sequence: int) -> Self:
+        found = super().another(sequence)
+        found._text = self._text.another()
+        return found
 
 
 class MedusaHead(DraftHead):
@@ -324,7 +325,7 @@ class MedusaHead(DraftHead):
         self._check_features(features)
         self._state = self._text.read(features[-1:])
 
-    def block(self, token_id: int) -> tuple[Logits, Confidences | None]:
+    def block(self, token_id: int, most: int | None = None) -> tuple[Logits, Confidences | None]:
         states, scores = self._graph.run(state=self._state, embedded=self._text.embed(np.array([token_id])))
         return self._text.logits(states, scores), None
 
