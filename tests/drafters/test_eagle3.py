@@ -16,7 +16,15 @@ from demo import DEMO, TEST_THREADS
 from edgespec.config.values import EngineName
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.trial import Trial
-from edgespec.errors import Cancelled, CapabilityError, ModelFileError, VocabularyMismatch
+from edgespec.errors import (
+    BatchError,
+    Cancelled,
+    CapabilityError,
+    ContextFull,
+    EngineError,
+    ModelFileError,
+    VocabularyMismatch,
+)
 from edgespec.formats.gguf.heads import head_kind_of, read_head
 from edgespec.formats.head_file import HeadManifest
 from edgespec.types import Batch, Draft
