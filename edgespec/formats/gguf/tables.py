@@ -60,6 +60,7 @@ FUSED_MLP = {
     "mlp.gate_up_proj.weight": Tensor("ffn_up.weight", "2f d"),
     "mlp.down_proj.weight": Tensor("ffn_down.weight", "d f"),
 }
+GEMMA2 = Architecture("gemma2", LLAMA_OUTER, {**FOUR_NORMS, **ATTENTION, **MLP}, fixed_attention_scale_layers=46)
 OLMO2 = Architecture("olmo2", LLAMA_OUTER, {**NORMS_BEHIND, **ATTENTION, **WIDE_NORMS, **MLP})
 EXAONE = Architecture("exaone", LLAMA_OUTER, {**TWO_NORMS, **ATTENTION, **MLP})
 EXAONE4 = Architecture("exaone4", LLAMA_OUTER, {**NORMS_BEHIND, **ATTENTION, **HEAD_NORMS, **MLP})
@@ -246,7 +247,7 @@ KINDS = {
     "qwen2": Kind(ARCHITECTURES["Qwen2ForCausalLM"]),
     "qwen3": Kind(ARCHITECTURES["Qwen3ForCausalLM"], HEADS_NORMED),
     "smollm3": Kind(ARCHITECTURES["SmolLM3ForCausalLM"], unrotated_every=4),
-    "gemma2": Kind(ARCHITECTURES["Gemma2ForCausalLM"], GEMMA, keys=(WINDOW, SCORE_CAP), is_gemma=True, window_every=2),
+    "gemma2": Kind(GEMMA2, GEMMA, keys=(WINDOW, SCORE_CAP), is_gemma=True, window_every=2),
     "gemma3": Kind(ARCHITECTURES["Gemma3ForCausalLM"], {**GEMMA, **HEADS_NORMED}, keys=(WINDOW_BASE,), **GEMMA_WINDOWS),
     "granite": Kind(LLAMA, keys=GRANITE_KEYS),
     "granitemoe": Kind(GRANITE_MOE, keys=(*GRANITE_KEYS, *EXPERT_KEYS)),
