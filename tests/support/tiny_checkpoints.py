@@ -46,7 +46,7 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-GEMMA = {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+GEMMA: dict[str, Any] = {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 
 
 def hub(architecture: str, model_type: str, tokenizer: str, **settings: Any) -> tuple[dict[str, Any], str]:
@@ -54,11 +54,14 @@ def hub(architecture: str, model_type: str, tokenizer: str, **settings: Any) -> 
     return {"architectures": [architecture], "model_type": model_type, **settings}, tokenizer
 
 
-GEMMA_LAYERS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+GEMMA_LAYERS: dict[str, Any] = {
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 GEMMA_LAYERS |= {"rope_local_base_freq": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
-UNTIED = {"tie_word_embeddings": False}
-WITH_BIASES = {"rope_scaling": LLAMA3_SCALING, "attention_bias": True, "mlp_bias": True}
-GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 256, "layer_norm_epsilon": 1e-5}
+UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
+WITH_BIASES: dict[str, Any] = {"rope_scaling": LLAMA3_SCALING, "attention_bias": True, "mlp_bias": True}
+GPT2: dict[str, Any] = {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 256, "layer_norm_epsilon": 1e-5}
 CASES = {
     "llama": hub("LlamaForCausalLM", "llama", "llama-bpe", **WITH_BIASES, **UNTIED),
     "smollm2": hub("LlamaForCausalLM", "llama", "smollm"),
