@@ -49,7 +49,7 @@ LLAMA3_SCALING = {
 GEMMA: dict[str, Any] = {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 
 
-def hub(architecture: str, model_type: str, tokenizer: str, **settings: Any) -> tuple[dict[str, Any], str]:
+def hub(architecture: str, model_type: str, tokenizer: str, /, **settings: Any) -> tuple[dict[str, Any], str]:
     """(What config.json says besides BASE, kind of tokenizer)."""
     return {"architectures": [architecture], "model_type": model_type, **settings}, tokenizer
 
