@@ -102,12 +102,6 @@ def test_layer_inputs_change_no_bit_of_the_logits(demo_target: LlamaCppEngine) -
         demo_target.rollback(0)
 
 
-@pytest.mark.parametrize("layers", [(9,), (0, -1), (400,)])
-def test_a_layer_that_is_not_there_is_refused(demo_target: LlamaCppEngine, layers: tuple[int, ...]) -> None:
-    with pytest.raises(CapabilityError, match=r"this model has 0\.\.8"):
-        demo_target.read_layers_alone(layers)
-
-
 # -- the head itself
 
 
