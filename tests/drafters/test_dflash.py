@@ -164,6 +164,15 @@ def test_after_many_rejected_drafts_the_head_knows_the_text_and_nothing_else(
         np.testing.assert_allclose(found[known], wanted[known], atol=0.02 * np.abs(wanted[known]).max())
 
 
+@NEEDS_KERNELS
+def test_a_hybrid_drafts_with_a_head_for_it(qwen35_path: Path, tmp_path: Path) -> None:
+    """Whose rotary sections are a text's alone, as those of Qwen3.5's heads."""
+    head = write_dflash(tmp_path / "head.gguf", DSPARK, metadata={"dflash.rope.dimension_sections": [8, 0, 0, 0]})
+    with edgespec.load(qwen35_path, draft=head, threads=TEST_THREADS) as model:
+        stats = assert_same_text(model, [("dflash", 5), ("auto", "auto")])
+    assert stats["dflash", 5].drafted_tokens > 6 * 48
+
+
 # -- the pair
 
 

@@ -52,6 +52,7 @@ SHAPES = {
     "one layer read": HeadShape(target_layers=(2,), layers=1),
     "a part of the vocabulary": HeadShape(drafted=120),
     "causal": HeadShape(causal=True),
+    "sinks": HeadShape(has_sinks=True),
     "windows": HeadShape(window=20, windowed=(True, False)),
     "DSpark": DSPARK,
     "DSpark without confidences": HeadShape(markov=8),

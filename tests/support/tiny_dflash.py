@@ -42,6 +42,7 @@ class HeadShape:
     causal: bool | None = None
     window: int = 0
     windowed: tuple[bool, ...] = ()
+    has_sinks: bool = False
     has_extras: bool = False  # norms behind attention and feed-forward, sinks, a scale; values are the keys
     context: int = 256
     seed: int = 0
@@ -108,6 +109,8 @@ def _tensors(shape: HeadShape) -> dict[str, NDArray[Any]]:
             "ffn_up": draw(shape.hidden, WIDTH),
             "ffn_down": draw(WIDTH, shape.hidden),
         }
+        if shape.has_sinks:
+            block["attn_sinks"] = vector(shape.heads)
         if shape.has_extras:
             del block["attn_v"]
             block |= {"post_attention_norm": vector(WIDTH), "post_ffw_norm": vector(WIDTH)}
@@ -187,8 +190,9 @@ class NumpyBlock:
         for head, query in enumerate(queries):
             shared = head // (shape.heads // shape.kv_heads)
             scores = np.array([known[at][0][shared] @ query for at in seen]) / np.sqrt(shape.size)
+            sink = np.exp(self._of(layer, "attn_sinks")[head] - scores.max()) if shape.has_sinks else 0
             weights = np.exp(scores - scores.max())
-            weights /= weights.sum()
+            weights /= weights.sum() + sink
             found.append(sum(weight * known[at][1][shared] for weight, at in zip(weights, seen, strict=True)))
         return np.concatenate(found)
 

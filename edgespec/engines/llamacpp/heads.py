@@ -299,6 +299,10 @@ def _open(
     target_context: Any,
     vocabulary: Vocabulary | None,
 ) -> Head:
+    if sizes.has_sections:
+        raise CapabilityError(
+            f"head {path.name} has rotary sections, which only edgespec's own kernels run: use --engine onnx"
+        )
     is_mtp = sizes.form in MTP_STATES
     model = open_model(path, gpu_layers=gpu_layers, check_tensors=vocabulary is None, has_mtp=is_mtp)
     other = target_context if sizes.shares_weights else None

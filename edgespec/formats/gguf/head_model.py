@@ -61,5 +61,6 @@ class BlockReader(_HeadReader):
         if MARKOV in tensors and FOLLOWERS not in tensors:
             raise self._wrong(f"it lacks the tensor {DFLASH_OUTER[FOLLOWERS].name!r}")
         settings = self._settings(sizes, tensors)
+        settings["has_sinks"] = "model.layers.0.self_attn.sinks" in tensors
         settings["biases"] |= {"confidence"} if CONFIDENCE_BIAS in tensors else set()
         return BlockConfig(**settings, block_size=self._head.block_size, has_confidence=self._head.has_confidence)

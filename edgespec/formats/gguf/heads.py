@@ -41,7 +41,7 @@ MAX_BLOCK = 64  # tokens that a DFlash head denoises at once
 # takes up to 70, and ends the process when they are used up.
 MAX_CHAIN, MAX_CHAIN_LAYERS = 16, 8
 _MARKOV_FROM, _CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
-_SLIDING = "attention.sliding_window_pattern"
+_SLIDING, _SECTIONS = "attention.sliding_window_pattern", "rope.dimension_sections"
 _FIX = "give the head that was trained for it"
 
 
@@ -68,6 +68,9 @@ class HeadSizes:
     is_causal: bool = True  # a row does not see those after it
     has_markov: bool = False
     has_confidence: bool = False
+    has_sections: bool = (
+        False  # of rotary positions, all of which are the text's; llama.cpp would want four of each row
+    )
 
     @property
     def num_drafted(self) -> int:
@@ -249,6 +252,7 @@ class _Reader:
             is_causal=self._flag("attention.causal", default=False),
             has_markov=has_markov,
             has_confidence=has_markov and _CONFIDENCE in self._tensors,
+            has_sections=self._has_sections(),
             shares_weights=not has_table or (DRAFTED in self._tensors and not has_output),
             inner_width=self._count("feed_forward_length"),
             kv_bytes_per_token=2 * num_layers * kv_heads * self._head_size(width) * HALF_BYTES,
@@ -269,8 +273,12 @@ class _Reader:
             name.removeprefix("blk.").lstrip("0123456789.").startswith(names) for name in self._tensors
         ):
             yield "a DFlash2 head (with convolutions and a selector)"
-        if self._value("rope.dimension_sections") is not None and any(self._items("rope.dimension_sections") or (1,)):
+        # Those of a text's positions alone are as none.
+        if self._has_sections() and any(self._items(_SECTIONS)[1:] or (1,)):
             yield "a head for a target that also reads images (with rotary sections)"
+
+    def _has_sections(self) -> bool:
+        return self._value(_SECTIONS) is not None and any(self._items(_SECTIONS) or (1,))
 
     def _mask_id(self) -> int:
         found = self._header.metadata.get("tokenizer.ggml.mask_token_id")

@@ -191,7 +191,8 @@ DFLASH_OUTER = {
     "model.confidence.weight": Tensor("conf_proj.weight", "1 d+r", is_optional=True),
     "model.confidence.bias": Tensor("conf_proj.bias", "1", is_optional=True),
 }
-DFLASH = Architecture("dflash", DFLASH_OUTER, {**TWO_NORMS, **ATTENTION, **HEAD_NORMS, **MLP})
+SINKS = {"self_attn.sinks": Tensor("attn_sinks.weight", "a", is_optional=True)}
+DFLASH = Architecture("dflash", DFLASH_OUTER, {**TWO_NORMS, **ATTENTION, **HEAD_NORMS, **SINKS, **MLP})
 
 # Hybrids have layers of two kinds, whose tensors are in `hybrid`.
 QWEN35 = Architecture("qwen35", LLAMA_OUTER, {})
@@ -287,7 +288,7 @@ KINDS = {
     "dflash": Kind(
         DFLASH,
         HEADS_NORMED,
-        keys=("target_layers", "block_size", "sample_from_anchor", "attention.causal"),
+        keys=("target_layers", "block_size", "sample_from_anchor", "attention.causal", "rope.dimension_sections"),
         window_every=1,
     ),
     "qwen35": Kind(QWEN35, HEADS_NORMED, keys=QWEN35_KEYS),

@@ -50,7 +50,7 @@ class BlockEncoder(BlockGraph):
         return inputs, [info(WRITTEN, TensorProto.FLOAT, ["rows", config.num_kv_heads * config.head_dim])]
 
     def parts(self) -> Iterator[None]:
-        self._config = replace(self._config, num_heads=self._config.num_kv_heads)
+        self._config = replace(self._config, num_heads=self._config.num_kv_heads, has_sinks=False)
         self._store_tables()
         fused = self._product("/model/fc/MatMul", FEATURES, (ENCODER.removesuffix(".weight"),))
         self._residual = self._plain_norm(
