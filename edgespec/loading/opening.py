@@ -306,7 +306,5 @@ def _open_head(options: LoadOptions, chosen: Chosen, target: Engine) -> Drafter:
             "a draft head in GGUF reads the target's states in this process: with --rpc use another drafter, such as "
             "--drafter ngram"
         )
-    if path is None:
-        return MtpDrafter(target.load_mtp(context_length=length), WINDOW)
     head = target.load_head(path, context_length=length, gpu_layers=options.draft_model_gpu_layers)
     return _DRAFTERS[head.form](head, WINDOW)

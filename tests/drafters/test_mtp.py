@@ -49,8 +49,6 @@ def opened(engine: Engine, path: Path | None) -> DraftHead:
     if isinstance(engine, KernelEngine):
         return load_drafter(engine, path, context_length=40)
     assert isinstance(engine, LlamaCppEngine)
-    if path is None:
-        return engine.load_mtp(context_length=40)
     return engine.load_head(path, context_length=40)
 
 
@@ -290,7 +288,7 @@ def test_the_layer_is_planned_where_it_drafts(model_path: Path, alone_path: Path
     drafted, plain = (footprint(model_path, use).own for use in uses)
     alone = head_footprint(alone_path, ModelUse(256))
     engine = LlamaCppEngine.load(model_path, context_length=256, threads=1, has_mtp=True)
-    with engine, engine.load_mtp() as head:
+    with engine, engine.load_head() as head:
         assert drafted - plain > head.facts.num_bytes > 0
     with LlamaCppEngine.load(model_path, threads=1) as engine, engine.load_head(alone_path) as head:
         assert alone.mapped == alone_path.stat().st_size and alone.mapped + alone.own > head.facts.num_bytes > 0

@@ -52,9 +52,6 @@ def test_a_sound_head_is_told_from_others(target: LlamaCppEngine, tiny_path: Pat
     ("metadata", "tensors", "variant"),
     [
         ({"dflash.hyper_connection.count": 4}, {}, "DeepSeek-V4's layers"),
-        ({"dflash.selector_rank": 8}, {}, "DFlash2 head"),
-        ({}, {"selector_hidden.weight": np.ones((8, WIDTH), np.float32)}, "DFlash2 head"),
-        ({}, {"blk.0.attn_conv_proj.weight": np.ones((8, WIDTH), np.float32)}, "DFlash2 head"),
         ({"dflash.rope.dimension_sections": [4, 2, 2, 0]}, {}, "also reads images"),
     ],
 )  # fmt: skip

@@ -21,15 +21,7 @@ from edgespec.engines.booked import Checkpoints, SequenceBook, SequenceRows
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import DEFAULT_CONTEXT, MOST_CHECKPOINTS
 from edgespec.engines.onnx.graph import HIDDEN, LOGITS, OUTPUT_ROWS, Graph, read_graph
-from edgespec.engines.onnx.library import (
-    Bindings,
-    RunSwitch,
-    SessionEngine,
-    open_session,
-    run_options,
-    translated,
-    version,
-)
+from edgespec.engines.onnx.library import Bindings, SessionEngine, open_session, translated, version
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import GgufFile, Source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
@@ -68,8 +60,6 @@ class KernelEngine(SessionEngine):
 
         Raises CapabilityError for a device or a size that the kernels do not have.
         """
-        self._options = run_options()
-        self._cancel = RunSwitch(self._options)
         # The kernels have threads of their own.
         session = open_session(
             graph.serialised, source.folder, threads=1, provider=settings.provider, arrays=source.arrays()
@@ -91,7 +81,7 @@ class KernelEngine(SessionEngine):
         # Of a draft head: the states that the rows of the next pass read.
         self.features = np.zeros((widest if graph.feature_size else 0, graph.feature_size), np.float32)
         self._order: NDArray[np.intp] | None = None  # of the last pass's rows, if they were not in batch order
-        self._bindings = Bindings(session, self._options)
+        self._bindings = self._cancel = Bindings(session)
         self._width = 0
         self._book = SequenceBook(slots)
         self._held = HeldFiles(source.mapped)
@@ -171,8 +161,8 @@ class KernelEngine(SessionEngine):
         self._require_open()
         kernels().edgespec_use_threads(self._threads)
         given = {**inputs, **self._named} if ROWS in inputs else inputs
-        with translated(self._options):
-            found: list[NDArray[np.float32]] = session.run(None, given, self._options)
+        with translated(self._bindings.options):
+            found: list[NDArray[np.float32]] = session.run(None, given, self._bindings.options)
         return found
 
     def read_cache_of(self, other: KernelEngine) -> None:

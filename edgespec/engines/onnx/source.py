@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
@@ -36,7 +38,7 @@ from edgespec.formats.gguf.header import TensorInfo, once
 from edgespec.formats.gguf.model import GgufModel, GgufTensors, read_model
 from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.gguf.tokenizer import FILES, splitter_of, tokenizer_texts
-from edgespec.formats.onnx.dflash import CONFIDENCE, FOLLOWERS, MARKOV, BlockConfig
+from edgespec.formats.onnx.dflash import CONFIDENCE, FOLLOWERS, MARKOV, SELECTOR, BlockConfig
 from edgespec.formats.onnx.eagle import ENCODER, HeadConfig
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.gemma4 import Gemma4Config
@@ -45,7 +47,6 @@ from edgespec.formats.onnx.hybrid import HybridConfig
 from edgespec.formats.onnx.llama import llama_graph, rotary_bytes
 from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.formats.onnx.tiles import Tiles, tiles_name
-from edgespec.installation import IMPORT_FAILURES, not_importable
 from edgespec.kernels import interface
 from edgespec.platform.disk_cache import cache_folder, file_key, key_of
 from edgespec.platform.files import write_atomically
@@ -118,11 +119,6 @@ class ExportFolder(Source):
         return ModelConfig.read(self.folder)
 
     def graph(self, cells: int = 0) -> Any:
-        try:
-            import onnx
-            from google.protobuf.message import DecodeError
-        except IMPORT_FAILURES as exc:
-            raise not_importable("reading ONNX files", exc, "onnx") from exc
         path = self.path
         if not path.is_file():
             raise ModelNotFound(f"no file {str(path)!r}: give the model.onnx of an export")
@@ -231,7 +227,7 @@ class GgufFile(Source):
         weights, tensors = self._weights(), self.model.tensors
         reused = (name for name in tensors.keys() - self._own(self._lent) if len(tensors[name][0].shape) > 1)
         tables = rotary_bytes(replace(self.model.config, max_positions=cells))
-        apart = (name for name in (ENCODER, MARKOV, FOLLOWERS, CONFIDENCE) if name in tensors)
+        apart = (name for name in (ENCODER, MARKOV, FOLLOWERS, CONFIDENCE, SELECTOR) if name in tensors)
         tables *= 2 if isinstance(self.model.config, BlockConfig) else 1  # its encoder has them, too
         return graph.weight_bytes + sum(map(weights.num_bytes, apart)) - sum(map(weights.num_bytes, reused)) + tables
 

@@ -60,6 +60,7 @@ FUSED_MLP = {
     "mlp.gate_up_proj.weight": Tensor("ffn_up.weight", "2f d"),
     "mlp.down_proj.weight": Tensor("ffn_down.weight", "d f"),
 }
+GEMMA2 = Architecture("gemma2", LLAMA_OUTER, {**FOUR_NORMS, **ATTENTION, **MLP}, fixed_attention_scale_layers=46)
 OLMO2 = Architecture("olmo2", LLAMA_OUTER, {**NORMS_BEHIND, **ATTENTION, **WIDE_NORMS, **MLP})
 EXAONE = Architecture("exaone", LLAMA_OUTER, {**TWO_NORMS, **ATTENTION, **MLP})
 EXAONE4 = Architecture("exaone4", LLAMA_OUTER, {**NORMS_BEHIND, **ATTENTION, **HEAD_NORMS, **MLP})
@@ -193,6 +194,19 @@ DFLASH_OUTER = {
 }
 SINKS = {"self_attn.sinks": Tensor("attn_sinks.weight", "a", is_optional=True)}
 DFLASH = Architecture("dflash", DFLASH_OUTER, {**TWO_NORMS, **ATTENTION, **HEAD_NORMS, **SINKS, **MLP})
+DFLASH2_OUTER = {
+    **DFLASH_OUTER,
+    "model.markov.weight": Tensor("selector_predecessor.weight", "v r"),
+    "model.followers.weight": Tensor("selector_successor.weight", "v r"),
+    "model.selector.weight": Tensor("selector_hidden.weight", "r d"),
+}
+DFLASH2_LAYER = {
+    **DFLASH.layer,
+    "attn_conv.base": Tensor("attn_conv_base", "2 taps d"),
+    "attn_conv.weight": Tensor("attn_conv_proj.weight", "kernels d"),
+    "mlp_conv.base": Tensor("ffn_conv_base", "2 taps d"),
+    "mlp_conv.weight": Tensor("ffn_conv_proj.weight", "kernels d"),
+}
 
 # Hybrids have layers of two kinds, whose tensors are in `hybrid`.
 QWEN35 = Architecture("qwen35", LLAMA_OUTER, {})
@@ -247,7 +261,7 @@ KINDS = {
     "qwen2": Kind(ARCHITECTURES["Qwen2ForCausalLM"]),
     "qwen3": Kind(ARCHITECTURES["Qwen3ForCausalLM"], HEADS_NORMED),
     "smollm3": Kind(ARCHITECTURES["SmolLM3ForCausalLM"], unrotated_every=4),
-    "gemma2": Kind(ARCHITECTURES["Gemma2ForCausalLM"], GEMMA, keys=(WINDOW, SCORE_CAP), is_gemma=True, window_every=2),
+    "gemma2": Kind(GEMMA2, GEMMA, keys=(WINDOW, SCORE_CAP), is_gemma=True, window_every=2),
     "gemma3": Kind(ARCHITECTURES["Gemma3ForCausalLM"], {**GEMMA, **HEADS_NORMED}, keys=(WINDOW_BASE,), **GEMMA_WINDOWS),
     "granite": Kind(LLAMA, keys=GRANITE_KEYS),
     "granitemoe": Kind(GRANITE_MOE, keys=(*GRANITE_KEYS, *EXPERT_KEYS)),
@@ -288,7 +302,10 @@ KINDS = {
     "dflash": Kind(
         DFLASH,
         HEADS_NORMED,
-        keys=("target_layers", "block_size", "sample_from_anchor", "attention.causal", "rope.dimension_sections"),
+        keys=(
+            *("target_layers", "block_size", "sample_from_anchor", "attention.causal", "rope.dimension_sections"),
+            *("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size"),
+        ),
         window_every=1,
     ),
     "qwen35": Kind(QWEN35, HEADS_NORMED, keys=QWEN35_KEYS),
