@@ -117,8 +117,8 @@ def _tensors(shape: HeadShape) -> dict[str, NDArray[Any]]:
         }
         if shape.candidates:
             for part in ("attn", "ffn"):
-                block[f"{part}_conv_proj"] = draw(2 * TAPS * WIDTH // GROUP, WIDTH) / 3
-                found[f"blk.{layer}.{part}_conv_base"] = draw(2 * TAPS, WIDTH).reshape(2, TAPS, WIDTH) + 0.3
+                block[f"{part}_conv_proj"] = draw(2 * TAPS * WIDTH // GROUP, WIDTH) / np.float32(3)
+                found[f"blk.{layer}.{part}_conv_base"] = draw(2 * TAPS, WIDTH).reshape(2, TAPS, WIDTH) + np.float32(0.3)
         if shape.has_sinks:
             block["attn_sinks"] = vector(shape.heads)
         if shape.has_extras:

@@ -253,15 +253,15 @@ class BlockHead(KernelHead):
 
         Of a row of DFlash2 only the likeliest few have a score then.
         """
-        sizes, found = self._sizes, []
+        sizes, most, found = self._sizes, self._sizes.num_candidates, []
         tokens = self._drafted if self._drafted.size else np.arange(scores.shape[1])
         for row, state in zip(scores, self._engine.hidden_states()[sizes.first_row :], strict=False):
-            best = np.argpartition(row, -sizes.num_candidates)[-sizes.num_candidates :] if sizes.num_candidates else []
+            best = np.argpartition(row, -most)[-most:] if most else np.empty(0, np.intp)
             inputs: dict[str, NDArray[Any]] = {"input_ids": np.array([[token_id, *tokens[best]]])}
-            if sizes.has_confidence or sizes.num_candidates:
+            if sizes.has_confidence or most:
                 inputs[FEATURES] = state[None, None]
             moved, *confidence = self._engine.run_beside(self._chain, inputs)
-            if sizes.num_candidates:
+            if most:
                 kept = row[best] + moved[0, 1:]
                 row[:] = -np.inf
                 row[best] = kept

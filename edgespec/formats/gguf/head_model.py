@@ -56,9 +56,12 @@ class BlockReader(_HeadReader):
         head, found = self._head, super()._sizes()
         others = {**found.others, "2": 2, "taps": head.kernel_size}
         if head.num_candidates:
-            if found.width % head.group_size or head.kernel_size > head.block_size:
-                told = f"{head.kernel_size} taps for blocks of {head.block_size} and groups of {head.group_size}"
-                raise self._wrong(f"its convolutions have {told} of {found.width} channels")
+            taps, most = head.kernel_size, head.num_candidates
+            if found.width % head.group_size or taps > head.block_size or most > head.num_drafted:
+                told = f"{taps} taps, groups of {head.group_size} channels, and {most} candidates"
+                raise self._wrong(
+                    f"it has {told}; of {found.width} channels, {head.block_size} rows, {head.num_drafted}"
+                )
             self._table = replace(self._table, outer=DFLASH2_OUTER, layer=DFLASH2_LAYER)
             others["kernels"] = 2 * head.kernel_size * found.width // head.group_size
         markov = self._infos.get(self._table.outer[MARKOV].name)
