@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from edgespec.config.values import CPU
-from edgespec.engines.base import EngineFacts
 from edgespec.engines.llamacpp.devices import gpus, handles_of, overriding
 from edgespec.engines.llamacpp.library import (
     CancelFlag,
@@ -27,6 +26,9 @@ from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.check import pooling_of
 from edgespec.formats.gguf.header import TENSOR_TYPES, GgufHeader
 from edgespec.platform.machine import default_threads
+
+if TYPE_CHECKING:
+    from edgespec.engines.base import EngineFacts
 
 MAX_CELLS = 1 << 24
 LOGITS_BYTES = 32 << 20
@@ -208,6 +210,8 @@ def create_context(model: Any, path: Path, settings: ContextSettings, cancel: Ca
 
 def read_facts(model: Any, header: GgufHeader, settings: ContextSettings, context: Any = None) -> EngineFacts:
     """The facts that need no pass. `context`: None for a model that keeps no cache."""
+    from edgespec.engines.base import EngineFacts  # imports numpy, which a plan does without
+
     llama = library()
     placement = placement_of(settings)
     return EngineFacts(
