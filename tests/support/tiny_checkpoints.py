@@ -141,7 +141,7 @@ def is_gelu(found: Architecture) -> bool:
 def read_weights(folder: Path) -> dict[str, NDArray[np.float32]]:
     """All tensors of a checkpoint as float32."""
     checkpoint = Checkpoint.open(folder)
-    return {name: checkpoint.weights(name) for name in checkpoint.names()}
+    return {name: checkpoint.weights(name) for name in checkpoint.tensors}
 
 
 def write_safetensors(path: Path, weights: dict[str, NDArray[np.float32]], dtype: str = "F32") -> None:
@@ -161,7 +161,7 @@ def write_safetensors(path: Path, weights: dict[str, NDArray[np.float32]], dtype
 def shard(folder: Path, parts: int = 3) -> dict[str, str]:
     """Cut the weights of `folder` into files as large models come; returns tensor name -> file name."""
     checkpoint = Checkpoint.open(folder)
-    names = list(checkpoint.names())
+    names = list(checkpoint.tensors)
     placed = dict[str, str]()
     for part in range(parts):
         file = f"model-{part + 1:05d}-of-{parts:05d}.safetensors"
