@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
@@ -20,6 +21,7 @@ from edgespec.server.scheduler import Scheduler
 from edgespec.server.service import Service
 from scripted_page import Scripted, scripted_server
 from serving import client_of, serving
+from several import Host, MakeHost
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -72,6 +74,20 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams begin and are kept alive within hundredths of a second."""
     monkeypatch.setattr(web, "BEGINS_AFTER_S", 0.05)
     monkeypatch.setattr(web, "PING_EVERY_S", 0.05)
+
+
+@pytest.fixture
+def hosts() -> Iterator[MakeHost]:
+    """Makes servers that are closed with the test."""
+    made: list[Host] = []
+
+    def make(*given: Any, **settings: Any) -> Host:
+        made.append(Host(*given, **settings))
+        return made[-1]
+
+    yield make
+    for host in made:
+        host.close()
 
 
 @pytest.fixture(scope="module")

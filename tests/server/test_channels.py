@@ -46,7 +46,7 @@ def split(text: str, step: int, *, is_open: bool = False) -> tuple[str, str]:
     return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
 
 
-@pytest.mark.parametrize("step", [1, 2, 5, 1000])
+@pytest.mark.parametrize("step", [1, 1000])
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

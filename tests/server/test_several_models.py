@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +15,16 @@ import edgespec
 from asgi_client import Client
 from demo import TEST_THREADS
 from edgespec import LoadOptions, Sampling
-from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.errors import CapabilityError
 from edgespec.loading.requirements import resolve_pair
 from edgespec.server import web
 from edgespec.server.facts import show
 from edgespec.server.service import Known
 from serving import serving
-from several import DRAFT, FIELDS, GGUF, ONNX, PATHS, Host, alone
+from several import DRAFT, FIELDS, GGUF, ONNX, PATHS, Host, MakeHost, alone
 from tiny_bert import write_bert
 from tiny_gguf import SPECIALS, Shape, write_model
 from waiting import reached, until
-
-MakeHost = Callable[..., Host]
-
-
-@pytest.fixture
-def hosts() -> Iterator[MakeHost]:
-    """Makes servers that are closed with the test."""
-    made: list[Host] = []
-
-    def make(*given: Any, **settings: Any) -> Host:
-        made.append(Host(*given, **settings))
-        return made[-1]
-
-    yield make
-    for host in made:
-        host.close()
 
 
 @pytest.fixture
@@ -242,15 +226,6 @@ async def test_a_model_that_cannot_be_loaded_fails_its_requests_only(host: Host,
     assert host.loaded == [ONNX]
 
 
-def test_a_damaged_model_is_found_out_before_another_makes_way(host: Host):
-    host[ONNX].check_fails = ModelFileError("it is cut short")
-    answer = host.client.post("/v1/chat/completions", json=FIELDS | {"model": ONNX})
-    assert answer.status_code == 503 and answer.json()["error"]["code"] == "load_failed"
-    assert host.loaded == [GGUF]
-    host.ask(GGUF)
-    assert [host[name].num_loads for name in (GGUF, ONNX)] == [1, 0]
-
-
 async def test_too_many_that_wait_for_a_model_are_refused(hosts: MakeHost):
     host = hosts(limits={"max_queued": 1})
     running = endless(host, GGUF)
@@ -295,18 +270,12 @@ async def test_a_stop_refuses_who_waits_and_lets_the_answer_end(host: Host):
 
 def test_ollamas_keep_alive_is_of_one_model(hosts: MakeHost):
     host = hosts((GGUF, ONNX), most=2, idle_unload_s=600.0)
-
-    def ollama(model: str, **fields: Any) -> dict[str, Any]:
-        answer = host.client.post("/api/generate", json={"model": model, "stream": False} | fields)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    assert ollama(ONNX, keep_alive=0)["done_reason"] == "unload"
+    assert host.ollama(model=ONNX, keep_alive=0)["done_reason"] == "unload"
     until(lambda: host.loaded == [GGUF])
-    assert ollama(ONNX, keep_alive=-1)["done_reason"] == "load" and host.loaded == [GGUF, ONNX]
+    assert host.ollama(model=ONNX, keep_alive=-1)["done_reason"] == "load" and host.loaded == [GGUF, ONNX]
     expires = {each["name"]: each["expires_at"] for each in host.client.get("/api/ps").json()["models"]}
     assert expires[ONNX].startswith("9999") and not expires[GGUF].startswith("9999")
-    assert ollama(GGUF, keep_alive=0)["done_reason"] == "unload"
+    assert host.ollama(model=GGUF, keep_alive=0)["done_reason"] == "unload"
     until(lambda: host[GGUF].is_closed)
     assert host.loaded == [ONNX] and host[ONNX].num_loads == 2
 
