@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from command_line import run
-from edgespec.cli.main import COMMANDS, cli
-from edgespec.config.table import CALLED, INSTEAD
 
 
 @pytest.mark.parametrize(
@@ -51,17 +49,6 @@ def test_help_is_a_word() -> None:
     for words, same in ((["help"], ["--help"]), (["help", "run"], ["run", "--help"])):
         helped = run(*words)
         assert helped.exit_code == 0 and helped.output == run(*same).output
-
-
-def test_the_words_are_no_names_of_ours() -> None:
-    names = set(COMMANDS)
-    for command in ("run", "chat", "serve"):
-        names |= {
-            flag.lstrip("-") for p in cli.get_command(None, command).params for flag in (*p.opts, *p.secondary_opts)
-        }
-    # -ngl is one, --ngl a habit; --file is one of chat, and a habit for run; --stop is one, and a command elsewhere
-    assert not (names - {"ngl", "f", "file", "stop"}) & {*CALLED, *INSTEAD}
-    assert set(CALLED.values()) <= names
 
 
 @pytest.mark.parametrize("word", ["--log-colours", "--cpu-range", "--simple-io", "--slots-idle", "--edit"])

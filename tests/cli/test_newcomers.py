@@ -147,17 +147,6 @@ def test_a_file_is_not_to_be_pulled(folder: Path) -> None:
     assert f"edgespec add {file}" in refused("pull", str(file))
 
 
-def test_a_folder_that_cannot_be_converted_is_refused_before_packages_are_asked_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("edgespec.export.check.find_spec", lambda name: None)
-    assert "no model.safetensors" in refused("export", str(folder))
-    assert f"no folder '{folder}/x'" in refused("export", f"{folder}/x")
-    assert f"no folder '{folder}/x'" in refused("export", "org/model", "--draft", f"{folder}/x")
-    write_model(folder / "tiny.gguf")
-    assert "already holds GGUF files (tiny.gguf)" in refused("export", str(folder))
-
-
 @pytest.mark.parametrize(
     ("variable", "said"),
     [

@@ -107,15 +107,6 @@ def test_the_gpu_build_takes_the_place_of_the_other_each_time(script, installed,
     assert installed[3][-1] == f"{tmp_path}[gpu,server]" and installed[5][-1] == "onnxruntime-gpu>=1"
 
 
-@pytest.mark.parametrize(
-    ("line", "waits"),
-    [("chat", True), ("run x.gguf hello", True), ("serve qwen3-8b", True), ("chat -m=x.GGUF", True),
-     ("chat demo", False), ("doctor", False), ("run", False), ("generate -p hello", False)],
-)  # fmt: skip
-def test_a_command_with_a_model_waits_for_the_kernels(script, line, waits):
-    assert script.wants_kernels(line.split()) == waits
-
-
 def test_extras_are_installed_by_name(script, installed, tmp_path, capsys):
     assert script.main(["install", "server"]) == 0
     assert installed[-1][-1] == f"{tmp_path}[server]"
