@@ -17,7 +17,7 @@ from demo import DEMO, TEST_THREADS
 from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.onnx import OnnxEngine, settings
-from edgespec.engines.onnx.library import library, run_options
+from edgespec.engines.onnx.library import library
 from edgespec.errors import CapabilityError, ConfigError, ModelNotFound, PromptError
 from edgespec.runtime import load
 from edgespec.types import Batch
@@ -128,21 +128,6 @@ def test_every_pair_of_engines_writes_the_same_text(onnx_path):
             assert len({answer.token_ids for answer in answers}) == 1
 
 
-def test_an_onnx_draft_serves_a_target_on_llamacpp(onnx_path):
-    draft = onnx_path.parent.parent / "draft"
-    with load("demo", draft=draft, threads=TEST_THREADS, context_length=512) as model:
-        plain, drafted = (
-            model.generate(
-                "Book a table",
-                Sampling(temperature=0),
-                GenerateOptions(drafter=name, draft_length=4, max_tokens=40),
-            )
-            for name in ("none", "model")
-        )
-        assert plain.token_ids == drafted.token_ids
-        assert drafted.stats.accepted_tokens > 0
-
-
 def test_bad_options_are_refused(onnx_path, tmp_path):
     with pytest.raises(ModelNotFound):
         open_engine(tmp_path / "model.onnx")
@@ -159,13 +144,6 @@ def test_bad_options_are_refused(onnx_path, tmp_path):
         load(str(onnx_path.parent), gpu_layers=3)
     with pytest.raises(ConfigError, match="give -ctk and -ctv the same"):
         load(str(onnx_path.parent), cache_type_k="f32")
-
-
-def test_the_demo_pair_has_both_engines():
-    with load("demo", engine="onnx", threads=TEST_THREADS) as model:
-        assert model.pair.engines == ("llamacpp", "onnx")
-        assert model.target.facts.name == "onnx"
-        assert model.generate("hello", Sampling(temperature=0), GenerateOptions(max_tokens=5)).stats.new_tokens > 0
 
 
 def test_a_config_of_the_other_builder_serves_too(copied):
@@ -195,11 +173,3 @@ def test_nothing_is_reported_to_the_maker_of_the_library(onnx_path, tmp_path):
 
     assert files() == []
     assert files(ORT_DISABLE_TELEMETRY="0")  # whoever asks for it
-
-
-def test_a_pass_makes_the_library_raise_nothing_that_it_catches():
-    """Its Python asks each pass for an entry, and catches the exception where that is missing: .1 ms."""
-    options = run_options()
-    assert options.get_run_config_entry("gpu_graph_id") == "-1"
-    with pytest.raises(RuntimeError):
-        library().RunOptions().get_run_config_entry("gpu_graph_id")

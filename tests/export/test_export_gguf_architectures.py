@@ -6,14 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from gguf.gguf_reader import GGUFReader
 
 from edgespec.errors import ModelFileError
 from edgespec.export.gguf.convert import convert
-from edgespec.formats.architectures import ARCHITECTURES
 from edgespec.formats.checkpoint import Checkpoint
 from tiny_checkpoints import (
     CASES,
@@ -40,19 +38,6 @@ def test_logits_are_those_of_transformers(tmp_path: Path, case: str):
     with np.load(LOGITS) as wanted:
         assert wanted[case].std() > 1
         assert np.abs(logits(tmp_path / "out.gguf")[:, COLUMNS] - wanted[case]).max() < tolerance(case)
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_tensor_names_are_those_of_the_gguf_package(name: str):
-    found = ARCHITECTURES[name]
-    number = next(arch for arch, text in gguf.MODEL_ARCH_NAMES.items() if text == found.name)
-    theirs = gguf.get_tensor_name_map(number, 2)
-    rows = dict(found.outer) | {f"{found.layer_prefix}1.{rest}": tensor for rest, tensor in found.layer.items()}
-    for source, tensor in rows.items():
-        prefix = "blk.1." if source.startswith(found.layer_prefix) else ""
-        expected = theirs.get_name(source, try_suffixes=(".weight", ".bias"))
-        # The package has no head for architectures whose head is always the embeddings.
-        assert expected == prefix + tensor.name or (source == "lm_head.weight" and expected is None), source
 
 
 def test_a_sharded_checkpoint_gives_the_same_model(tmp_path: Path):
@@ -97,28 +82,20 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"architectures": ["Phi3ForCausalLM"]}, r"is a Phi3ForCausalLM; .*\. llama.cpp's own convert_hf_to_gguf"),
     ("qwen2", {"rope_scaling": {"rope_type": "longrope"}}, "positions are scaled by 'longrope'; allowed: default"),
     ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, "no rotary positions in each fourth layer"),
-    ("smollm3", {"use_sliding_window": True}, "its use_sliding_window is True"),
     ("gemma2", {"attn_logit_softcapping": None}, "lacks attn_logit_softcapping"),
-    ("gemma2", {"query_pre_attn_scalar": 20}, "query_pre_attn_scalar is 20; allowed: 32"),
     ("gemma", {"tie_word_embeddings": False}, "needs tied embeddings"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
     ("llama", {"hidden_size": None}, "lacks 'hidden_size'"),
     ("llama", {"num_hidden_layers": 0}, "num_hidden_layers 0, must be a positive integer"),
     ("llama", {"head_dim": 32}, r"k_proj.bias has the shape \(32,\), config.json implies \(64,\)"),
     ("smollm2", {"hidden_act": "relu"}, "its hidden_act is 'relu'; allowed: 'silu'"),
-    ("smollm2", {"quantization_config": {"quant_method": "awq"}}, "its quantization_config is"),
     ("smollm2", {"rope_scaling": {"type": "linear", "factor": -1}}, "have factor -1; a number above 0 is needed"),
-    ("smollm2", {"rope_scaling": {"type": "linear"}}, "have factor None; a number above 0 is needed"),
-    ("smollm2", {"rope_theta": 0}, "have rope_theta 0; a number above 0 is needed"),
     ("smollm2", {"rope_scaling": {**LLAMA3_SCALING, "low_freq_factor": 4.0}}, "an impossible setting"),
     ("smollm2", {"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "an impossible setting: 'low_freq_factor'"),
-    ("smollm2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ("smollm2", {"num_hidden_layers": 4}, "lacks 9 tensors, the first is model.layers.3.input_layernorm.weight"),
     ("smollm2", {"num_hidden_layers": 2}, "layers.2.* has no place in a llama model of 2 layers"),
     ("smollm2", {"attention_bias": True}, "the first is model.layers.0.self_attn.q_proj.bias"),
-    ("qwen3", {"attention_bias": True}, "its attention_bias is True; allowed: False"),
     ("gemma3", {"layer_types": ["sliding_attention"]}, "layer_types must hold 3 of"),
-    ("gemma3", {"attn_logit_softcapping": 50.0}, "its attn_logit_softcapping is 50.0; allowed: none"),
 ]  # fmt: skip
 
 
@@ -181,9 +158,7 @@ NORM = "model.norm.weight"
     ("change", "message"),
     [
         (lambda h: h | {NORM: h[NORM] | {"dtype": "F8_E4M3", "shape": [256]}}, f"{NORM} is stored as F8_E4M3|implies"),
-        (lambda h: h | {NORM: h[NORM] | {"shape": [-64]}}, "damaged"),
         (lambda h: h | {NORM: h[NORM] | {"shape": [65]}}, rf"damaged.* tensor {NORM} of F32 \(65,\) has 256 bytes"),
-        (lambda h: h | {NORM: "x"}, "damaged"),
         (lambda h: h | {NORM: h[NORM] | {"data_offsets": [1 << 40, (1 << 40) + 256]}}, f"truncated.* tensor {NORM}"),
         (lambda _: [1], "damaged"),
     ],
@@ -194,12 +169,3 @@ def test_corrupt_safetensors_name_the_file(tmp_path: Path, change: Any, message:
     with pytest.raises(ModelFileError, match=r"model\.safetensors") as caught:
         convert(folder, tmp_path / "out.gguf", "f32")
     assert caught.match(message)
-
-
-def test_every_truncation_of_safetensors_is_refused(tmp_path: Path):
-    folder = write_checkpoint(tmp_path / "hf", "gpt2")
-    whole = (folder / "model.safetensors").read_bytes()
-    for length in (0, 7, 9, 2000, len(whole) - 1):
-        (folder / "model.safetensors").write_bytes(whole[:length])
-        with pytest.raises(ModelFileError, match=r"model\.safetensors is truncated"):
-            Checkpoint.open(folder)

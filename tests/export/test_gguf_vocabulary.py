@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("llama_cpp", reason="the comparison is with llama.cpp: scripts/run.py install llamacpp")
-
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import ModelFileError

@@ -13,12 +13,10 @@ from click.testing import CliRunner
 
 from demo import DEMO
 from edgespec.cli.main import cli
-from edgespec.config.options import LoadOptions
 from edgespec.formats.head_file import read_head_file
 from edgespec.formats.manifest import read_pair, sha256_of
 from edgespec.loading import requirements as given_heads
-from edgespec.loading.own_models import drafted_from, pair_bytes
-from edgespec.loading.requirements import SHIPPED, Chosen, shipped_heads, target_use
+from edgespec.loading.requirements import SHIPPED, shipped_heads
 from edgespec.platform.files import shipped_models
 from gguf_conversions import export
 from needs import NEEDS_LLAMA
@@ -100,11 +98,7 @@ def test_a_pair_of_a_known_file_gets_its_heads(quant: str, tmp_path: Path, monke
         output = tmp_path / f"pair-{len(arguments)}"
         result = export(TARGET, output, "--quant", quant, "--no-check", *arguments)
         assert result.exit_code == 0, result.output
-        pair, options = read_pair(output), LoadOptions(str(output))
-        assert pair.heads.keys() == wanted
-        assert drafted_from(pair) == ("eagle heads" if wanted else "")
-        assert (pair_bytes(pair) > pair_bytes(replace(pair, heads={}))) == bool(wanted)
-        assert target_use(options, Chosen.of(options, pair)).speculates is bool(wanted)
+        assert read_pair(output).heads.keys() == wanted
         assert ("has for this file" in result.stderr) == bool(wanted)
 
 

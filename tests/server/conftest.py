@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 import edgespec
 from browser import Browser, find_browser
-from chat_page import READY, forget
+from chat_page import watched
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.server import web
@@ -106,14 +106,8 @@ def scripted() -> Iterator[Scripted]:
 
 @pytest.fixture
 def tab(running: Browser, scripted: Scripted) -> Iterator[Browser]:
-    """The page of the scripted server, without stored conversations; it complains of nothing and asks nobody else."""
-    running.failures.clear()
-    running.requested.clear()
-    running.open(scripted.url)
-    running.until(READY)
-    forget(running)
-    scripted.asked.clear()
-    scripted.later.clear()
-    yield running
-    assert running.failures == []
-    assert [each for each in running.requested if not each.startswith((scripted.url, "data:", "blob:"))] == []
+    """The page of the scripted server."""
+    with watched(running, scripted.url):
+        scripted.asked.clear()
+        scripted.later.clear()
+        yield running

@@ -21,7 +21,7 @@ from edgespec import GenerateOptions, Model, Sampling
 from edgespec.chat.marks import ChannelSplitter, call_header
 from edgespec.cli.main import cli
 from edgespec.server.structure import terminal
-from serving import client_of, post, serving, streamed
+from serving import post, streamed
 from tiny_gguf import Shape, write_model
 
 MARKS = ("<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>")
@@ -92,12 +92,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(path: Path) -> Iterator[Model]:
     with edgespec.load(str(path), threads=TEST_THREADS, reproducible=True) as opened:
         yield opened
-
-
-@pytest.fixture(scope="module")
-def client(model: Model) -> Iterator[TestClient]:
-    with serving(model) as service:
-        yield client_of(service)
 
 
 def grammar(model: Model, text: str) -> str:

@@ -163,24 +163,14 @@ def test_ollamas_keep_alive_of_an_answer(host: Host, served: Served):
 # -- Streams while a long prompt is read: the response begins, pings follow, and clients may leave at any time
 
 
-class Gate:
+class Gate(threading.Event):
     """Holds up every pass of the target until it is opened; `failure`: what the passes raise then."""
 
-    def __init__(self) -> None:
-        self.failure: Exception | None = None
-        self._opened = threading.Event()
+    failure: Exception | None = None
 
     def open(self, failure: Exception | None = None) -> None:
         self.failure = failure
-        self._opened.set()
-
-    def shut(self) -> None:
-        self._opened.clear()
-
-    def wait(self) -> None:
-        assert self._opened.wait(60)
-        if self.failure is not None:
-            raise self.failure
+        self.set()
 
 
 @pytest.fixture
@@ -188,7 +178,9 @@ def gate(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made, forward = Gate(), model.target.forward
 
     def held_up(*given: Any) -> Any:
-        made.wait()
+        assert made.wait(60)
+        if made.failure is not None:
+            raise made.failure
         return forward(*given)
 
     monkeypatch.setattr(model.target, "forward", held_up)
@@ -222,7 +214,7 @@ async def test_a_silence_in_the_middle_is_interrupted_too(service: Service, gate
     gate.open()
     client = Client(create_app(Services(service)), ignore_eos=True, speculative=False, max_tokens=400, stream=True)
     await reached(lambda: client.sent)
-    gate.shut()
+    gate.clear()
     await reached(lambda: b": ping" in client.body)
     gate.open()
     await client.task

@@ -69,6 +69,14 @@ def test_the_model_is_listed(client: TestClient, model: Model):
     assert (pages["has_more"], pages["first_id"], pages["last_id"]) == (False, "demo", "demo")
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed"])
+def test_a_chat_model_says_why_it_gives_none(client: TestClient, path: str):
+    answered = client.post(path, json={"input": "x", "prompt": "x"})
+    assert answered.status_code == 501
+    assert "pooling_type" in answered.text and "pooling=" in answered.text
+    assert "embedding" not in client.post("/api/show", json={}).json()["capabilities"]
+
+
 def test_properties_hold_no_path(client: TestClient, model: Model):
     answered = client.get("/props")
     assert answered.json()["default_generation_settings"]["n_ctx"] == model.context_length

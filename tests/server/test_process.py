@@ -294,16 +294,6 @@ def test_its_memory_goes_back_to_the_system_each_time(private_home: Path):
         assert log.count("is unloaded") == log.count("is loaded, which took") >= 6 and "Traceback" not in log
 
 
-def test_what_was_learnt_of_costs_is_kept(tmp_path: Path):
-    with served(tmp_path, "--port", "0", "--idle-unload", "0.5") as process:
-        url = read_line(process)["url"]
-        assert not list(tmp_path.rglob("learnt*/*"))
-        for _ in range(3):
-            text_of(url)
-        # Closing, which follows the unloading, writes measured costs and learnt confidences.
-        until(lambda: any(tmp_path.rglob("learnt*/*")) and not loaded(url), process=process)
-
-
 # -- Processes that are killed: no server outlives its parent
 
 

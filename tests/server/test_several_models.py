@@ -242,18 +242,6 @@ async def test_too_many_that_wait_for_a_model_are_refused(hosts: MakeHost):
     assert host.services.metrics.refused == 1
 
 
-async def test_waiting_for_a_turn_counts_in_the_time_of_a_request(hosts: MakeHost):
-    host = hosts(limits={"timeout_s": 0.5})
-    running = endless(host, GGUF)
-    await reached(lambda: running.sent)
-    waiting = Client(host.app, model=ONNX, max_tokens=4)
-    host[ONNX].gate.clear()
-    await waiting.task
-    assert waiting.sent[0]["status"] == 504
-    running.leave()
-    await running.task
-
-
 async def test_a_stop_refuses_who_waits_and_lets_the_answer_end(host: Host):
     running = endless(host, GGUF, max_tokens=100)
     await reached(lambda: running.sent)
