@@ -194,6 +194,15 @@ def test_a_draft_that_does_not_fit_is_not_recommended(neighbours: Path, monkeypa
     assert done.stdout.splitlines()[-1] == f"edgespec chat {neighbours}"
 
 
+def test_a_pulled_target_gets_drafts_of_its_family(neighbours: Path, monkeypatch: pytest.MonkeyPatch):
+    target = neighbours.rename(neighbours.with_name("Qwen3-8B-Q4_K_M.gguf"))
+    with target.open("ab") as file:
+        file.truncate(5 << 30)  # as large as the model that it is named for; the rest is never read
+    monkeypatch.setattr("edgespec.loading.drafts._token_bytes", lambda file, **_: file.all_bytes)
+    names = [each.name for each in rank(find_aim(str(target))) if each.path is None and not each.is_head]
+    assert names[0] == "qwen3-0.6b" and set(names) <= {"qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"}
+
+
 def test_a_target_that_is_not_here_is_paired_from_the_catalogue():
     told = json.loads(run("pair", "qwen3-8b", "--json").stdout)
     assert told["drafts"][0]["name"] == "qwen3-0.6b" and told["drafts"][0]["path"] is None

@@ -86,12 +86,33 @@ def test_llama_cpp_is_built_last_and_alone(script, installed, tmp_path, capsys):
     assert script.is_ready(["llamacpp", "test"])
 
 
+def test_an_interrupted_build_of_llama_cpp_leaves_a_ready_environment(script, installed, monkeypatch):
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    script.set_up(["server"])
+    monkeypatch.setattr(script, "build_llamacpp", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        script.set_up(["llamacpp"])
+    assert script.is_ready(["server"])
+    assert not script.is_ready(["llamacpp"])
+
+
 def test_the_gpu_build_takes_the_place_of_the_other_each_time(script, installed, tmp_path):
     script.set_up(["gpu"])
     assert [command[3] for command in installed] == ["install", "uninstall", "install"]
     assert installed[1][-1] == "onnxruntime" and installed[2][-1] == "onnxruntime-gpu>=1"
     script.set_up(["server"])
     assert installed[3][-1] == f"{tmp_path}[gpu,server]" and installed[5][-1] == "onnxruntime-gpu>=1"
+
+
+@pytest.mark.parametrize(
+    ("line", "waits"),
+    [("chat", True), ("run x.gguf hello", True), ("serve qwen3-8b", True), ("chat -m=x.GGUF", True),
+     ("chat demo", False), ("doctor", False), ("run", False), ("generate -p hello", False)],
+)  # fmt: skip
+def test_a_command_with_a_model_waits_for_the_kernels(script, line, waits):
+    assert script.wants_kernels(line.split()) == waits
 
 
 def test_extras_are_installed_by_name(script, installed, tmp_path, capsys):

@@ -22,10 +22,11 @@ from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.chat.template import encode_messages
 from edgespec.engines import widths
+from edgespec.engines.llamacpp import library as llama_library
 from edgespec.engines.llamacpp import settings
 from edgespec.engines.llamacpp.devices import gpus, overriding
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.llamacpp.library import listening
+from edgespec.engines.llamacpp.library import library, listening
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.errors import (
     BatchError,
@@ -102,6 +103,22 @@ def test_gpu_layers_need_a_build_that_has_a_gpu(tiny_path):
         pytest.skip("this build can use a GPU")
     with pytest.raises(CapabilityError, match="-ngl 0"):
         load(tiny_path, gpu_layers=-1)
+
+
+@pytest.mark.parametrize("gpu_layers", [0, -1])
+def test_where_a_gpu_is_full_the_advice_is_to_place_fewer_layers(tiny_path, monkeypatch, gpu_layers):
+    """llama.cpp logs this where the memory of a device does not suffice (ggml-cuda.cu, ggml-alloc.c)."""
+    llama = library()
+
+    def refused(*_: object) -> None:
+        complain = llama_library._complaints.append
+        complain("allocating 8000.00 MiB on device 0: cudaMalloc failed: out of memory")
+        complain("alloc_tensor_range: failed to allocate CUDA0 buffer of size 8388608000")
+
+    monkeypatch.setattr(llama, "llama_model_load_from_file", refused)
+    with pytest.raises(CapabilityError, match=r"out of memory.*smaller model") as caught:
+        llama_library.open_model(tiny_path, gpu_layers=gpu_layers)
+    assert ("-ngl auto" in str(caught.value)) == bool(gpu_layers)
 
 
 def test_tensors_go_where_their_names_say(tiny_path):

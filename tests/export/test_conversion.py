@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from demo import DEMO
+from edgespec.cli.main import cli
 from edgespec.export import pair as pairs
 from edgespec.export import room
 from edgespec.export.check import Limits, limits_of
@@ -104,6 +106,16 @@ def test_options_that_need_the_original_model_are_refused(arguments: list[str], 
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ") and said in line
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_without_a_name_is_called_like_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    path = write_model(tmp_path / "small.Q8_0.gguf")
+    result = CliRunner().invoke(cli, ["export", "small.Q8_0.gguf", "--to", "onnx", "--no-check"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[0] == "small.Q8_0-pair"
+    made_of = {"target": {"file": path.name, "bytes": path.stat().st_size}}
+    assert read_pair(tmp_path / "small.Q8_0-pair").figures["made_of"] == made_of
 
 
 def test_a_vocabulary_that_is_not_known_is_refused_before_work_starts(tmp_path: Path):

@@ -16,7 +16,7 @@ from edgespec import GenerateOptions, Model, Sampling
 from edgespec.server.completions import read_completion
 from edgespec.server.native import File, fitted, read_infill, read_native
 from edgespec.server.ollama import read_generate_request
-from edgespec.server.service import Loaded
+from edgespec.server.service import Loaded, Service
 from edgespec.server.web import NOTES
 from edgespec.vocabulary import FimTokens
 from serving import client_of, post, serving, streamed
@@ -175,15 +175,19 @@ def coder_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 
 
 @pytest.fixture(scope="module")
-def loaded(coder_model: Model) -> Iterator[Loaded]:
+def coder_service(coder_model: Model) -> Iterator[Service]:
     with serving(coder_model, "coder") as service:
-        yield service.require()
+        yield service
 
 
 @pytest.fixture
-def coder(coder_model: Model) -> Iterator[TestClient]:
-    with serving(coder_model, "coder") as service:
-        yield client_of(service)
+def loaded(coder_service: Service) -> Loaded:
+    return coder_service.require()
+
+
+@pytest.fixture
+def coder(coder_service: Service) -> TestClient:
+    return client_of(coder_service)
 
 
 def writing(text: str) -> str:

@@ -242,6 +242,18 @@ async def test_too_many_that_wait_for_a_model_are_refused(hosts: MakeHost):
     assert host.services.metrics.refused == 1
 
 
+async def test_waiting_for_a_turn_counts_in_the_time_of_a_request(hosts: MakeHost):
+    host = hosts(limits={"timeout_s": 0.5})
+    running = endless(host, GGUF)
+    await reached(lambda: running.sent)
+    waiting = Client(host.app, model=ONNX, max_tokens=4)
+    host[ONNX].gate.clear()
+    await waiting.task
+    assert waiting.sent[0]["status"] == 504
+    running.leave()
+    await running.task
+
+
 async def test_a_stop_refuses_who_waits_and_lets_the_answer_end(host: Host):
     running = endless(host, GGUF, max_tokens=100)
     await reached(lambda: running.sent)
@@ -274,7 +286,6 @@ def test_ollamas_keep_alive_is_of_one_model(hosts: MakeHost):
 FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 DECODER = {"llama.pooling_type": np.uint32(3), "tokenizer.ggml.add_eos_token": True}
 MAKE: dict[str, Callable[[Path], object]] = {
-    "demo": lambda _: PATHS[GGUF],
     "graph": lambda _: PATHS[ONNX],
     "coder": lambda path: write_model(path, Shape(specials=(*SPECIALS, *FIM))),
     "decoder of embeddings": lambda path: write_model(path, metadata=DECODER),
@@ -285,7 +296,6 @@ MAKE: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize(
     ("kind", "options", "capabilities"),
     [
-        ("demo", {}, ["completion", "tools"]),
         ("graph", {"context_length": 512}, ["completion", "tools"]),
         ("coder", {"context_length": 0}, ["completion", "insert"]),
         ("coder", {"pooling": "mean"}, ["embedding", "completion", "insert"]),

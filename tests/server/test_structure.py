@@ -150,6 +150,14 @@ def test_a_forced_call_has_the_listed_arguments_only(client: TestClient, require
         assert set(required) <= set(arguments) <= {"size"}
 
 
+@pytest.mark.parametrize("required", [3, [["size"]], ["other"]])
+def test_a_strange_list_of_required_arguments_is_no_server_error(client: TestClient, required: Any):
+    schema = {"type": "object", "properties": {"size": {"enum": ["big", "small"]}}, "required": required}
+    fields = {"tools": [tool("order", schema)], "tool_choice": "required", "messages": QUESTION}
+    answered = client.post(CHAT, json={"model": "demo", **fields, "max_tokens": 30})
+    assert answered.status_code in (200, 400)
+
+
 def test_anthropics_tool_choice(client: TestClient):
     tools = [{"name": "FindTable", "input_schema": SCHEMA}, {"name": "BookTable", "input_schema": SCHEMA}]
     for choice in ({"type": "any"}, {"type": "tool", "name": "BookTable", "disable_parallel_tool_use": True}):
