@@ -100,13 +100,6 @@ def grammar(model: Model, text: str) -> str:
     return "start: " + " ".join(terminal(part, model.target.vocabulary) for part in parts if part)
 
 
-def test_the_end_of_a_part_is_not_the_end_of_the_answer(model: Model) -> None:
-    vocabulary = model.target.vocabulary
-    ids = {name: vocabulary.encode(name, parse_special=True)[0] for name in MARKS}
-    assert ids["<|end|>"] not in vocabulary.end_ids
-    assert {ids["<|return|>"], ids["<|call|>"]} <= vocabulary.end_ids
-
-
 def test_python_tells_the_parts_of_a_result(model: Model) -> None:
     forced = grammar(model, f"{ANALYSIS}Hm. ja{NEXT}{FINAL}Yes.")
     result = model.chat(HELLO, Sampling(temperature=0.0), GenerateOptions(grammar=forced, max_tokens=60)).result()

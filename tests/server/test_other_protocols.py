@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from typing import Any
 
-import gguf
 import pytest
 from starlette.testclient import TestClient
 
 import edgespec
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.loading.model_facts import QUANTIZATIONS
 from edgespec.server.chat import placed
 from edgespec.server.http_errors import HttpError
 from edgespec.server.ollama import read_keep_alive
@@ -135,12 +132,6 @@ def test_the_model_is_listed_and_shown(client: TestClient, model: Model):
     assert (info["general.parameter_count"], info["llama.block_count"]) == (8131328, 9)
     assert client.post("/api/show", json={"name": "demo:latest"}).json() == shown
     assert client.post("/api/show", json={"name": "other"}).json() == shown
-
-
-def test_quantizations_have_the_names_of_llama_cpp():
-    ours = set(QUANTIZATIONS.items())
-    theirs = {(kind.value, re.sub("^(MOSTLY|ALL)_", "", kind.name)) for kind in gguf.LlamaFileType}
-    assert ours <= theirs
 
 
 @pytest.mark.parametrize(("path", "fields"), [("/api/generate", {}), ("/api/chat", {"messages": []})])
