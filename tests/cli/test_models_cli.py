@@ -64,6 +64,14 @@ def test_show_says_what_a_file_is_and_takes(tmp_path: Path):
     assert run("show", "qwen3:8b").stdout == run("show", "qwen3-8b").stdout, "Ollama's name for it"
 
 
+def test_published_heads_are_listed_with_the_command_that_gets_or_converts_them():
+    said = run("show", "qwen3-4b").stdout
+    assert "dspark head: deepseek-ai/dspark_qwen3_4b_block7 (licence: not known), convert it with: llama.cpp's" in said
+    said = run("show", "qwen3-8b").stdout
+    assert "convert it with: llama.cpp's convert_hf_to_gguf.py (then -md HEAD.gguf)" in said
+    assert "get it with: edgespec pull qwen3-8b --draft ggml-org/Qwen3-8B-GGUF:dspark-Qwen3-8B-Q8_0.gguf" in said
+
+
 def test_published_heads_are_ranked_with_the_drafts():
     told = json.loads(run("pair", "qwen3.6-27b", "--json").stdout)
     names = [each["name"].partition(":")[2] for each in told["drafts"] if each["is_head"]]
