@@ -210,7 +210,10 @@ def test_a_second_export_is_refused_until_the_first_is_gone(tmp_path):
 # tokenizers
 
 
-def test_a_tokenizer_that_loses_text_is_refused(tmp_path):
+def test_a_tokenizer_that_is_broken_or_loses_text_is_refused(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    with pytest.raises(ModelFileError, match=r"tokenizer\.json is not a tokenizer"):
+        check_round_trip(tmp_path)
     check_round_trip(TARGET)
     folder = changed_copy(tmp_path / "hf")
     change_json(folder / "tokenizer.json", normalizer={"type": "Lowercase"})

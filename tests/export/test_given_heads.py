@@ -16,6 +16,7 @@ from edgespec.cli.main import cli
 from edgespec.formats.head_file import read_head_file
 from edgespec.formats.manifest import read_pair, sha256_of
 from edgespec.loading import requirements as given_heads
+from edgespec.loading.own_models import drafted_from
 from edgespec.loading.requirements import SHIPPED, shipped_heads
 from edgespec.platform.files import shipped_models
 from gguf_conversions import export
@@ -96,7 +97,8 @@ def test_a_pair_of_a_known_file_gets_its_heads(tmp_path: Path, monkeypatch: pyte
         output = tmp_path / f"pair-{len(arguments)}"
         result = export(TARGET, output, "--quant", min(given_heads.GAINING), "--no-check", *arguments)
         assert result.exit_code == 0, result.output
-        assert read_pair(output).heads.keys() == wanted
+        pair = read_pair(output)
+        assert pair.heads.keys() == wanted and drafted_from(pair) == ("eagle heads" if wanted else "")
         assert ("has for this file" in result.stderr) == bool(wanted)
 
 
