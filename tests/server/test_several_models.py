@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import edgespec
 from asgi_client import Client
 from demo import TEST_THREADS
 from edgespec import LoadOptions, Sampling
-from edgespec.errors import CapabilityError
 from edgespec.loading.requirements import resolve_pair
 from edgespec.server import web
 from edgespec.server.facts import show
@@ -208,22 +206,6 @@ async def test_a_client_that_leaves_while_it_waits_keeps_no_model_out(host: Host
     await running.task
     host.ask(GGUF)
     assert [host[name].num_loads for name in (GGUF, ONNX)] == [1, 0]
-
-
-async def test_a_model_that_cannot_be_loaded_fails_its_requests_only(host: Host, caplog: pytest.LogCaptureFixture):
-    text = host.ask(GGUF)
-    host[ONNX].failure = CapabilityError("it needs 9 GiB, /secret/path")
-    clients = [Client(host.app, model=name, max_tokens=4) for name in (ONNX, GGUF, ONNX)]
-    for client in clients:
-        await client.task
-    assert [client.sent[0]["status"] for client in clients] == [503, 200, 503]
-    error = json.loads(clients[0].body)["error"]
-    assert error["code"] == "load_failed" and "model 'onnx' cannot be loaded" in error["message"]
-    assert b"secret" not in clients[0].body
-    assert "9 GiB" in caplog.text and host.ask(GGUF) == text
-    host[ONNX].failure = None
-    host.ask(ONNX)
-    assert host.loaded == [ONNX]
 
 
 async def test_too_many_that_wait_for_a_model_are_refused(hosts: MakeHost):
