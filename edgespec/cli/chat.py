@@ -11,8 +11,8 @@ import click
 
 from edgespec.cli import FilePath, as_typed
 from edgespec.cli.main import exit_code
+from edgespec.cli.models import fetched
 from edgespec.cli.options import GroupedOption, SettingsCommand, resolve_settings, settings_options
-from edgespec.cli.pull import fetched
 from edgespec.cli.session import Chat, SavedChat, open_session, require_chat_template, show_beginning
 from edgespec.cli.slash import COMMANDS, run_slash
 from edgespec.cli.stdin import ReadLine, file_text, is_interactive, line_reader, read_message

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from edgespec.bench.prompts import BenchPrompt
-from edgespec.bench.report import Spread, Summary, accepted_lengths
+from edgespec.bench.report import Spread, Summary
 from edgespec.bench.runner import Measurement, Task, Trial
 from edgespec.config.options import Sampling
-from edgespec.reports import RoundRecord, Stats
+from edgespec.reports import Stats
 
 TASK = Task(BenchPrompt("a", "b"), (1,), Sampling())
 
@@ -24,10 +24,6 @@ def trial(
     speculative = measurement(tokens, speculative_s, drafted_tokens=drafted)
     again = None if again_s is None else measurement(tokens, again_s)
     return Trial(TASK, ("standard", "speculative"), measurement(tokens, plain_s), speculative, again=again)
-
-
-def record(position: int, drafter: str | None, confidences: tuple[float, ...], accepted: int) -> RoundRecord:
-    return RoundRecord(position, drafter, len(confidences), accepted, confidences, 0.001, 0.01 * (1 + len(confidences)))
 
 
 def test_a_spread_is_the_median_with_its_quartiles():
@@ -84,8 +80,3 @@ def test_acceptance_is_of_all_runs_and_none_without_a_draft():
     assert summary.acceptance_rate == 0.5
     assert summary.mean_accepted_length == 2.0
     assert Summary([trial(1.0, 1.0, drafted=0)]).acceptance_rate is None
-
-
-def test_lengths_are_counted_by_drafter():
-    records = (record(1, "model", (0.5, 0.5), 2), record(1, "model", (0.5,), 0), record(1, None, (), 0))
-    assert accepted_lengths(records) == {"model": {"0": 1, "2": 1}, "none": {"0": 1}}

@@ -6,7 +6,7 @@ import pytest
 
 from edgespec.bench import prompts as sources
 from edgespec.bench.prompts import BenchPrompt, choose, with_random_text
-from edgespec.errors import PromptError
+from edgespec.errors import PromptError, UsageError
 from edgespec.loading.drafts import PROMPTS
 from table_engine import LetterVocabulary
 
@@ -36,15 +36,16 @@ def test_plain_lines_are_prompts(tmp_path):
 def test_bad_prompt_files_are_refused(tmp_path, name, contents, said):
     path = tmp_path / name
     path.write_bytes(contents)
-    with pytest.raises(PromptError, match=said):
+    with pytest.raises(UsageError, match=said):
         sources.read_prompts(path)
 
 
 def test_domains_take_turns_and_what_does_not_fit_is_left_out():
     domains = {"a": [*prompts_of("a", 3), BenchPrompt("a", "a number 1")], "b": prompts_of("b", 2)}
-    chosen = choose(domains, [], lambda prompt: prompt.text != "a number 0")
+    chosen, too_long = choose(domains, [], lambda prompt: prompt.text != "a number 0")
     assert [prompt.text for prompt in chosen] == ["a number 1", "b number 0", "a number 2", "b number 1"]
-    assert choose(domains, ["b", "a"], lambda prompt: True, one_each=True) == [domains["b"][0], domains["a"][0]]
+    assert too_long == 1
+    assert choose(domains, ["b", "a"], lambda prompt: True, one_each=True)[0] == [domains["b"][0], domains["a"][0]]
     with pytest.raises(PromptError, match="context_length="):
         choose(domains, [], lambda prompt: False)
 

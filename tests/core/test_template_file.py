@@ -45,7 +45,7 @@ def test_python_and_command_line_use_it(base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{% for m in messages %}", "not a Jinja chat template: line 1"),
+        ("{% for m in messages %}", "broken: line 1"),
         ("\n{% if messages %}{% endfor %}", "line 2"),
         ("You are a bot.", "does not mention 'messages'"),
         ("", "does not mention 'messages'"),
