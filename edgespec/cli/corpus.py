@@ -10,10 +10,11 @@ from pathlib import Path
 import click
 import numpy as np
 
-from edgespec.cli import FilePath, aligned, printable
+from edgespec.cli import FilePath, printable
 from edgespec.cli.terminal import note
 from edgespec.config.options import LoadOptions
 from edgespec.config.sources import resolve
+from edgespec.config.values import aligned
 from edgespec.corpus.texts import (
     MAX_BYTES,
     Corpus,

@@ -38,7 +38,7 @@ PROBE_TIMEOUT_S = 60
 GPUS = {"vulkan": "any GPU", "cuda": "NVIDIA", "rocm": "AMD", "metal": "Apple Silicon"}
 
 
-@click.command(short_help="Show what is installed, what is missing and how to get it.")
+@click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(as_json: bool) -> int:
     """Show whether all is well, versions, engines, devices, and how to get what is missing.

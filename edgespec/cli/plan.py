@@ -8,10 +8,9 @@ from typing import Any
 
 import click
 
-from edgespec.cli import aligned
 from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
 from edgespec.config.options import REMEMBERING, LoadOptions
-from edgespec.config.values import as_size
+from edgespec.config.values import aligned, as_size
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.loading.requirements import resolve_pair

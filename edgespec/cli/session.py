@@ -37,8 +37,6 @@ from edgespec.reports import Stats
 from edgespec.runtime import Model, load
 
 HERE = "this chat"  # where a setting comes from that was changed after loading
-# Settings of `load` that a generation can override as well.
-CHANGEABLE_LATER = ("drafter", "draft_length", "verify")
 
 
 @dataclass(slots=True)
@@ -55,8 +53,7 @@ class Session:
 
     @property
     def options(self) -> GenerateOptions:
-        later = {name: self.settings.values[name] for name in _changed_later(self.settings)}
-        return GenerateOptions(**self.settings.part("generate"), **later)
+        return GenerateOptions(**self.settings.part("generate"))
 
     @property
     def shown(self) -> SessionOptions:
@@ -70,15 +67,12 @@ class Session:
     def use(self, settings: Settings) -> None:
         """Other settings from the next answer on.
 
-        Raises SamplingError, ConfigError for a value out of range, a bad schema or reasoning that has no switch,
-        CapabilityError for a drafter that this model does not have.
+        Raises SamplingError, ConfigError for a value out of range, a bad schema or reasoning that has no switch.
         """
         changed = replace(self, settings=settings)
-        _, options, shown = changed.sampling, changed.options, changed.shown
-        if shown.thinking is not None:
-            self.require_switch()
-        for check in (self.model.check_drafter, self.model.check_structure):  # here, and not at the next message
-            check(options)
+        _, options, _ = changed.sampling, changed.options, changed.shown
+        changed.require_switch()
+        self.model.check_structure(options)  # here, and not at the next message
         self.settings = settings
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -104,8 +98,9 @@ class Session:
         return AnswerPrinter(raw=self.shown.raw, reasoning=reasoning)
 
     def require_switch(self) -> None:
-        """Raises ConfigError where the chat template cannot be told whether to reason."""
-        if "enable_thinking" not in (self.model.target.vocabulary.chat_template or ""):
+        """Raises ConfigError where the chat template is to be told whether to reason, and cannot be."""
+        template = self.model.target.vocabulary.chat_template or ""
+        if self.shown.thinking is not None and "enable_thinking" not in template:
             raise ConfigError(
                 f"the chat template of {self.model.pair.name} has no switch for reasoning (enable_thinking): leave "
                 "out --thinking and --no-thinking"
@@ -134,10 +129,6 @@ def completed(settings: Settings, model: Model, seed: int | None) -> Settings:
     return settings.below({"seed": seed}, "chosen at random")
 
 
-def _changed_later(settings: Settings) -> list[str]:
-    return [name for name in CHANGEABLE_LATER if settings.sources.get(name) == HERE]
-
-
 def open_session(settings: Settings, *, remembers: bool = False, parallel: NumSequences = 1) -> Session:
     """Load what the settings name. Every option is checked before any file is opened.
 
@@ -151,15 +142,15 @@ def open_session(settings: Settings, *, remembers: bool = False, parallel: NumSe
     if settings.values.get("seed") == RANDOM_SEED:  # one for all answers, which is told
         settings = settings.without(("seed",))
     GenerateOptions(**settings.part("generate"))
-    shown = SessionOptions(**settings.part("session"))
-    model = _load(settings.without(_changed_later(settings)), parallel)
+    SessionOptions(**settings.part("session"))
+    with waiting(f"loading {settings.values.get('model', 'demo')}"):
+        model = load(**settings.part("load"), parallel=parallel)
     session = Session(model, completed(settings, model, seed))
-    if shown.thinking is not None:
-        try:
-            session.require_switch()
-        except ConfigError:
-            model.close()
-            raise
+    try:
+        session.require_switch()
+    except ConfigError:
+        model.close()
+        raise
     return session
 
 
@@ -187,37 +178,21 @@ def require_chat_template(settings: Settings, *, is_chat: bool = False) -> None:
         )
 
 
-def _load(settings: Settings, parallel: NumSequences) -> Model:
-    options = settings.part("load") | {"parallel": parallel}
-    with waiting(f"loading {options.get('model', 'demo')}"):
-        return load(**options)
+def show_beginning(session: Session, *, measures: bool = False) -> None:
+    """What a person should know before the first answer, on stderr: the model's banner and one line; more with -v.
 
-
-def show_beginning(session: Session) -> None:
-    """What a person should know before the first answer, on stderr: the model's banner and one line; more with -v."""
+    `measures`: of a command whose result depends on all of the configuration.
+    """
     model = session.model
     if model.pair.banner:
-        note(model.pair.banner)
+        (detail if measures else note)(model.pair.banner)
     if model.options.learn and not exists(learnt_texts(model.target.vocabulary).path):
         note("Learning from answers: on (edgespec corpus rm --learnt deletes it)")
-    if verbosity() == "verbose":
-        _show_all(session)
-        return
-    if model.memory is not None and model.memory.note:
+    is_whole = measures or verbosity() == "verbose"
+    if model.memory is not None and model.memory.note and not is_whole:
         note(f"note: {model.memory.note}")
-    note(configuration(model, session.sampling, session.options, whole=False))
-
-
-def show_configuration(session: Session) -> None:
-    """The banner and the whole configuration, on stderr, for commands that measure; notes with --verbose."""
-    if session.model.pair.banner:
-        detail(session.model.pair.banner)
-    _show_all(session)
-
-
-def _show_all(session: Session) -> None:
-    note(configuration(session.model, session.sampling, session.options))
-    for line in session.model.notes:
+    note(configuration(model, session.sampling, session.options, whole=is_whole))
+    for line in model.notes:
         detail(line)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from edgespec.cli import has_escapes
 from edgespec.cli.terminal import counted, note
 from edgespec.errors import ConfigError, PromptError
-from edgespec.platform.files import MAX_TEXT_BYTES, expanded, read_text, user_folder
+from edgespec.platform.files import MAX_TEXT_BYTES, given_text, user_folder
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -47,11 +47,7 @@ def line_reader(commands: Sequence[str]) -> ReadLine:
 
 def file_text(name: str, source: str) -> str:
     """The text of a file for a message, without the end of its last line. Raises ConfigError naming `source`."""
-    try:
-        text = read_text(expanded(name)).removesuffix("\n")
-    except (OSError, ValueError) as exc:  # ValueError: no UTF-8, a NUL in the name
-        reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{source}: the file {name!r} cannot be read: {reason}") from exc
+    text = given_text(name, source).removesuffix("\n")
     if not text.strip():
         raise ConfigError(f"{source}: the file {name!r} holds no text")
     return text

@@ -127,8 +127,8 @@ OrtStatus* Products::run() {
   block_rows = inputs() > 4096 ? kRowBlock / 2 : kRowBlock;  // activations of a block stay in the second-level cache, too
   for (int kind = 0; kind < kKinds; kind++) sizes[kind] = has_kind[kind] ? activation_bytes(kInputs[kind], inputs(), all.count) : 0;
   Scratch scratch, more;
-  TRY(scratch.get({{&is_uneven, all.count}, {&rest_of, all.count},
-                   {&all.activations[0], sizes[0]}, {&all.activations[1], sizes[1]}, {&all.activations[2], sizes[2]}}));
+  TRY(scratch.get({{&all.activations[0], sizes[0]}, {&all.activations[1], sizes[1]}, {&all.activations[2], sizes[2]},
+                   {&is_uneven, all.count}, {&rest_of, all.count}}));
   // A piece reads 24 kB of weights at least, and there are enough of them for cores of unequal speed.
   const int64_t most = num_groups * tiles < most_pieces ? num_groups * tiles : most_pieces;
   pieces = bytes / 24576 < 1 ? 1 : bytes / 24576 < most ? bytes / 24576 : most;
