@@ -208,11 +208,8 @@ def report_of(
 
 def draft_token_s(model: Model) -> dict[str, float]:
     """Seconds of a drafted token, by the name of each drafter that owns a model: a guess until answers taught it."""
-    costs = model.drafters.costs
-    if costs.curve.is_scaled:
-        for cost in costs.drafts.values():
-            cost.scale(costs.curve.at(1))
-    return {name: cost.token_s for name, cost in costs.drafts.items()}
+    pool = model.drafters
+    return {name: pool.costs.draft(name).token_s for name, each in pool.drafters.items() if each.engine is not None}
 
 
 def accepted_lengths(records: Iterable[RoundRecord]) -> dict[str, dict[str, int]]:

@@ -126,22 +126,13 @@ class AutoController(Controller):
         self._unused.clear()
         self._take_back()
         self._round, self._is_new, self._was_wide, self._prefill_s = None, True, False, prefill_s
-        self._open_bank()
-
-    def _open_bank(self) -> None:
-        self.bank.at_load(self.costs.num_sequences)
-        self.bank.open(2 * c.START_PASSES * self.costs.curve.at(1), self._prefill_s)
-
-    def leave_out(self) -> str:
-        self._round = None
-        return super().leave_out()
+        self.bank.open(2 * c.START_PASSES * self.costs.curve.at(1), prefill_s)
 
     # -- deciding
 
     def proposing(self, request: DraftRequest) -> Passes[Proposal]:
         costs, bank = self.costs, self.bank
         self._context_ids = request.token_ids
-        bank.at_load(costs.num_sequences)
         if self._is_new:  # a request tells the kind of the whole answer
             self._is_new = False
             self._states = self._of_kind(kind_of(request, self._prompt_tokens))
@@ -290,7 +281,6 @@ class AutoController(Controller):
         llama.cpp plans its graph anew. Speculation pays for that, and the pass says nothing of what plain ones cost.
         """
         costs, bank, is_plain = self.costs, self.bank, record.drafter is None
-        bank.at_load(costs.num_sequences)
         pass_s = min(record.verify_s, (1.0 + c.LATE) * costs.pass_s(record.width))
         was_wide, self._was_wide = self._was_wide and not costs.is_shared, not is_plain
         if is_plain:
@@ -308,8 +298,7 @@ class AutoController(Controller):
         if is_telling and not costs.was_shared and not (curve.is_sure_of_plain and record.is_disturbed):
             curve.observe(record.width, record.verify_s)
         if bank.is_guessed and curve.is_sure_of_plain:
-            bank.scale(c.START_PASSES * curve.at(1))
-            self._open_bank()
+            bank.scale(c.START_PASSES * curve.at(1) + bank.share * self._prefill_s)
         return work_s, pass_s
 
     def _learn_paid(self, paid: Offer, decided: Round, record: RoundRecord, rows_s: float) -> None:

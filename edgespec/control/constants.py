@@ -28,10 +28,8 @@ USUAL_CONFIDENCE = 0.8  # of a first draft's tokens
 
 # -- confidence: evidence to probability
 MOST_PROBABILITY = 0.995  # no token is certain, nor impossible
-PRECISION, LOGISTIC_MEMORY = (
-    4.0,
-    0.998,
-)  # of the prior of slopes, against 1 of the bias; decay of what was seen, per outcome
+PRECISION = 4.0  # of the prior of slopes, against 1 of the bias
+LOGISTIC_MEMORY = 0.998  # decay of what was seen, per outcome
 ERROR_MEMORY = 0.9  # decay of the recent error
 
 # -- cost of passes and drafts

@@ -115,7 +115,7 @@ class ThreadControl:
         seen = math.log(max(seconds, 1e-7))
         late = seen - self._usual.setdefault(rows, seen)
         if self._settling:
-            self._settle(late, seconds)
+            self._settling = False
             return True
         kept = math.exp(-min(seconds / _LACKING_S, _LACKING_RATE))
         self._recent_s = kept * self._recent_s + seconds
@@ -135,12 +135,6 @@ class ThreadControl:
         else:
             return self.lacking > c.CONTENDED / 2
         return is_contended
-
-    def _settle(self, late: float, seconds: float) -> None:
-        """A pass with a number of threads that was just set."""
-        trial, self._settling = self._trial, False
-        if trial is not None and trial.is_upward and late > trial.lateness + _MOST_LATE:
-            self._compare(trial, late, seconds)  # late enough to decide without another pass
 
     def _try(self, step: int) -> None:
         self._trial = Trial(self._at, self._level, step < self._at, self._at)

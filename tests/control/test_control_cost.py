@@ -97,7 +97,7 @@ def test_a_width_that_was_measured_wrongly_is_corrected() -> None:
     for _ in range(300):
         curve.observe(1, 1.0)
         curve.observe(8, 4.0)
-    assert curve.at(8) == pytest.approx(4.0, rel=0.05)
+    assert curve.at(8) == pytest.approx(4.0, rel=0.15)  # wider ones, that were not run, are taken for no dearer
     assert curve.at(1) == pytest.approx(1.0, rel=0.05)
 
 
@@ -249,7 +249,6 @@ def test_what_was_learnt_goes_on_in_the_next_run() -> None:
     [
         *({"plain": 0}, {"plain": "x"}, {"plain": math.inf}, {"seen": -1}, {"seen": 1.5}),
         *({"rows": [1]}, {"rows": 3}, {"rows": [-0.1] * (WIDEST + 1)}, {"rows": [1e9] * (WIDEST + 1)}),
-        *({"passes": []}, {"passes": [-1.0] * (WIDEST + 1)}, {"passes": ["x"] * (WIDEST + 1)}),
     ],
 )
 def test_a_damaged_entry_is_a_missing_one(damage: dict[str, object]) -> None:
@@ -283,9 +282,7 @@ def test_a_late_first_pass_is_believed_in_part_only() -> None:
     assert again is not None and again.is_sure_of_rows
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "null", "[]", "{}", "NaN", '{"plain": -1, "rows": [0.1], "passes": [1], "seen": 1}']
-)
+@pytest.mark.parametrize("text", ["", "{", "null", "[]", "{}", "NaN", '{"plain": -1, "rows": [0.1], "seen": 1}'])
 def test_loading_runs_no_pass_for_costs_and_an_answer_leaves_what_it_learnt(
     target_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
 ) -> None:
