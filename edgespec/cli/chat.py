@@ -19,10 +19,11 @@ from edgespec.cli.stdin import ReadLine, file_text, is_interactive, line_reader,
 from edgespec.cli.terminal import complain, note, reply, verbosity
 from edgespec.config.sources import Settings
 from edgespec.errors import EdgespecError
+from edgespec.formats.manifest import MANIFEST
 from edgespec.installation import has_engine, install_command
 from edgespec.kernels.library import library_path
 from edgespec.loading.catalogue import entries
-from edgespec.loading.registry import registered_folders
+from edgespec.loading.registry import models_folder, registered_folders
 from edgespec.platform import disk_cache
 
 FIRST = "smollm2-135m"
@@ -117,7 +118,8 @@ def _run(chat: Chat, read_line: ReadLine, saved: SavedChat | None = None, first:
             code = 0 if is_interactive() else exit_code(exc)
 
 
-# -- which model, where none was named: a small real one, asked for once and in a terminal only; else the demo
+# -- which model, where none was named: the one got last; else a small real one, asked for once and in a terminal only;
+# else the demo
 
 
 def settings_with_model(given: Mapping[str, Any], model_name: str | None, config_file: Path | None) -> Settings:
@@ -143,7 +145,11 @@ def _runs_ggufs() -> bool:
 
 
 def _usable() -> str | None:
-    return FIRST if FIRST in registered_folders() and _runs_ggufs() else None
+    """The model that was pulled or added last, if any."""
+    own = [folder for folder in registered_folders().values() if folder.parent == models_folder()]
+    if not own or not _runs_ggufs():
+        return None
+    return max(own, key=lambda folder: (folder / MANIFEST).stat().st_mtime).name
 
 
 def _fetched() -> str | None:

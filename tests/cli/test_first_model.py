@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,13 @@ def test_it_is_fetched_once_and_runs_as_it_is(terminal: None, fetched: list[str]
     with edgespec.load(FIRST, context_length=128) as model:
         result = model.generate("Hello", None, edgespec.GenerateOptions(max_tokens=3, ignore_eos=True))
         assert len(result.token_ids) == 3
+
+
+def test_the_model_that_was_got_last_is_taken(tmp_path: Path) -> None:
+    for age, name in ((30, "older"), (10, "newer"), (20, "between")):
+        add(DEMO / "demo-target-q8_0.gguf", name)
+        os.utime(tmp_path / "models" / name / "manifest.toml", (1e9 - age, 1e9 - age))
+    assert asked("") == ("newer", "")
 
 
 def test_where_nothing_runs_a_gguf_the_command_for_that_is_named(

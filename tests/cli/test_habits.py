@@ -16,7 +16,7 @@ from edgespec.config.table import CALLED, INSTEAD
         (["models"], "did you mean 'ls'?"),
         (["run", "qwen3:8b", "hi"], "edgespec pull qwen3:8b fetches it"),
         (["run", "qwen3:8b-q8_0", "hi"], "edgespec pull qwen3:8b-q8_0 fetches it"),
-        (["run", "llama3.2", "hi"], "did you mean 'llama-3.2-3b'?"),
+        (["run", "llama3.2", "hi"], "edgespec pull llama3.2 fetches it"),
         (["delete", "x"], "did you mean 'rm'?"),
         (["install", "x"], "did you mean 'pull'?"),
         (["create", "x", "-f", "Modelfile"], "edgespec add FILE --name NAME"),
