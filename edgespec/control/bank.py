@@ -35,10 +35,6 @@ class TimeBank:
     on_time: int = 0
     is_guessed: bool = False
 
-    def scale(self, balance_s: float) -> None:
-        """The time of a plain pass is known now: start over, with `balance_s`."""
-        self.balance_s, self.stalls, self.on_time, self.is_guessed = balance_s, 0, 0, False
-
     def can_pay(self, round_s: float, plain_s: float) -> bool:
         """Whether the bank can pay a round of `round_s` for one token, which takes `plain_s` in plain decoding."""
         return self.balance_s + (1.0 + self.share) * plain_s >= round_s

@@ -1,7 +1,6 @@
-"""Every number that was chosen rather than derived, with the reason for it. Seconds end in _S, shares are of one.
+"""Numbers that were chosen, with the reason for each; docs/benchmarks/control.md says what they gain.
 
-"Passes" are passes of the target; a plain pass has one row. Constants that only count or name things stay where they
-are used. docs/benchmarks/control.md says what the mechanisms behind them gain.
+Seconds end in _S, shares are of one, and passes are the target's; a plain pass has one row.
 """
 
 from __future__ import annotations

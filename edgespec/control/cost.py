@@ -31,9 +31,10 @@ _FIRST_PLAIN = 2
 _BELIEVED = 3  # large deviations in a row that are believed
 _GUESSED_BYTES_PER_S, _GUESSED_PASS_S = 1e10, 2e-4  # the unit of time until the first plain passes were timed
 Array = NDArray[np.float64]
-
-
 _Row: TypeAlias = Annotated[float, Meta(ge=0, le=c.MOST_ROW)]
+_OCTAVES = np.log2(np.maximum(_WIDTHS - 1, 1))
+_LIKENESSES: Array = np.exp(-np.abs(_OCTAVES[:, None] - _OCTAVES[None, :]) / c.LIKENESS)
+"""[WIDEST + 1, WIDEST + 1]: how much a pass of one width says about another one."""
 
 
 class _Kept(msgspec.Struct):
@@ -42,11 +43,6 @@ class _Kept(msgspec.Struct):
     plain: Seconds
     rows: Annotated[list[_Row], Meta(min_length=WIDEST + 1, max_length=WIDEST + 1)]
     seen: Annotated[int, Meta(ge=0)]
-
-
-_OCTAVES = np.log2(np.maximum(_WIDTHS - 1, 1))
-_LIKENESSES: Array = np.exp(-np.abs(_OCTAVES[:, None] - _OCTAVES[None, :]) / c.LIKENESS)
-"""[WIDEST + 1, WIDEST + 1]: how much a pass of one width says about another one."""
 
 
 class CostCurve:

@@ -84,12 +84,9 @@ class DrafterPool:
 
     def another(self, target: CachedSequence) -> DrafterPool:
         """The pool of another sequence of the target. It has those drafters that serve several sequences."""
-        found = {name: self._drafter_of(name, target.sequence) for name in self.drafters}
+        found = {name: drafter.another(target.sequence) for name, drafter in self.drafters.items()}
         drafters = {name: drafter for name, drafter in found.items() if drafter is not None}
         return DrafterPool(self._options, self._pair, target, drafters, self)
-
-    def _drafter_of(self, name: DrafterName, sequence: int) -> Drafter | None:
-        return self.drafter(name).another(sequence)
 
     @cached_property
     def costs(self) -> RunCosts:
@@ -121,10 +118,8 @@ class DrafterPool:
 
     def _thread_control(self) -> ThreadControl | None:
         """Chooses the number of threads; None where the user did, or where the engine cannot change it."""
-        engine = self._target.engine
-        if self._options.threads is not None or engine.facts.threads == 1:
-            return None
-        if not engine.set_threads(engine.facts.threads):
+        engine, threads = self._target.engine, self._target.engine.facts.threads
+        if self._options.threads is not None or threads == 1 or not engine.set_threads(threads):
             return None
         return ThreadControl(engine.thread_steps(), self.use_threads)
 
@@ -211,13 +206,10 @@ class DrafterPool:
 
     def drafter(self, name: DrafterName) -> Drafter:
         """The drafter of that name. Raises CapabilityError for one that this pair does not have."""
-        if name not in self.drafters and self._first is not None:
-            found = self._first._drafter_of(name, self._target.sequence)
-            if found is not None:
-                self.drafters[name] = found
         if name not in self.drafters:
-            vocabulary = self._target.engine.vocabulary
-            self.drafters[name] = made(name, self._options, vocabulary, self.drafters, self._pair.name)
+            found = None if self._first is None else self._first.drafter(name).another(self._target.sequence)
+            vocabulary, pair = self._target.engine.vocabulary, self._pair.name
+            self.drafters[name] = found or made(name, self._options, vocabulary, self.drafters, pair)
         return self.drafters[name]
 
     @property

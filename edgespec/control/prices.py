@@ -91,11 +91,6 @@ class RunCosts:
             self._seconds *= self.plain_s() / before_s
 
     @property
-    def num_sequences(self) -> int:
-        """How many decode in the next passes."""
-        return self._sharing[0]
-
-    @property
     def is_shared(self) -> bool:
         """Whether the next passes hold rows of other sequences."""
         return self._sharing[:2] != (1, 0)

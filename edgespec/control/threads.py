@@ -22,7 +22,7 @@ from typing import NamedTuple, Self
 
 from edgespec.control import constants as c
 
-_MOST_LATE, _CLIPPED = 1.0, 2.0  # a trial of more ends with a pass so late; largest lateness that counts in a mean
+_LEAST_LATE, _MOST_LATE = -1.0, 2.0  # limits of what the lateness of one pass counts for in a mean
 _LACKING_S, _LACKING_RATE = 0.12, 0.33  # seconds that the lacking cores are averaged over; most weight of one pass
 _LACKING_PRIOR_S = 0.03  # prior for that: so many seconds of passes that lacked nothing
 _MOST_WORSE = 0.3  # more threads are given up at once if the first pass is slower by this
@@ -179,4 +179,4 @@ class ThreadControl:
 
 
 def _clipped(late: float) -> float:
-    return max(-_MOST_LATE, min(_CLIPPED, late))
+    return max(_LEAST_LATE, min(_MOST_LATE, late))
