@@ -18,7 +18,6 @@ from edgespec.cli.session import (
     require_chat_template,
     show_beginning,
 )
-from edgespec.cli.stdin import file_text
 from edgespec.cli.terminal import configuration, counted, reply, stats_lines
 from edgespec.config.options import BY_KEY, OF_ONE_MODEL, SETTINGS, fresh_seed
 from edgespec.config.sources import Settings, find
@@ -26,7 +25,7 @@ from edgespec.config.table import CALLED, Setting, did_you_mean
 from edgespec.config.values import RANDOM_SEED, aligned
 from edgespec.errors import ConfigError, EdgespecError
 from edgespec.loading.registry import SUFFIXES, is_known
-from edgespec.platform.files import exists, expanded
+from edgespec.platform.files import exists, expanded, given_text
 from edgespec.platform.machine import reset_peak
 
 _SHOWN_CHARACTERS = 200  # of a message that is taken back
@@ -220,6 +219,14 @@ def _spelled(value: Any) -> str:
 def _stats(chat: Chat, argument: str) -> None:
     for line in stats_lines(chat.last) if chat.last.new_tokens else ("no answer yet",):
         reply(line)
+
+
+def file_text(name: str, source: str) -> str:
+    """The text of a file for a message, without the end of its last line. Raises ConfigError naming `source`."""
+    text = given_text(name, source).removesuffix("\n")
+    if not text.strip():
+        raise ConfigError(f"{source}: the file {name!r} holds no text")
+    return text
 
 
 def _exit(chat: Chat, argument: str) -> None:

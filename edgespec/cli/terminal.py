@@ -77,6 +77,11 @@ def complain(text: str) -> None:
     click.echo(printable(f"error: {' '.join(text.split())}"), err=True)
 
 
+def is_interactive() -> bool:
+    """Whether a person types and looks on."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
 def counted(count: int, noun: str) -> str:
     """'1 exchange', '2 exchanges'."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
