@@ -42,11 +42,7 @@ if TYPE_CHECKING:
     "for SOURCE; none: not those that edgespec has for SOURCE either.",
 )
 @click.option(
-    "--draft-quant",
-    "draft_quants",
-    multiple=True,
-    metavar="Q",
-    help="Type of the draft.  [default: --quant]",
+    "--draft-quant", "draft_quants", multiple=True, metavar="Q", help="Type of the draft.  [default: --quant]"
 )
 @click.option(
     "--exporter",

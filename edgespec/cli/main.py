@@ -20,13 +20,7 @@ import click
 
 from edgespec import __version__
 from edgespec.cli import as_typed, has_escapes, help_all_option, printable, shows_all
-from edgespec.errors import (
-    CapabilityError,
-    EdgespecError,
-    UsageError,
-    VocabularyMismatch,
-    spoken_on_the_command_line,
-)
+from edgespec.errors import CapabilityError, EdgespecError, UsageError, VocabularyMismatch, spoken_on_the_command_line
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 # Modules are imported when their command runs: `edgespec --help` must not pay for numpy, jinja2 or an engine.

@@ -93,11 +93,7 @@ def _option(setting: Setting, *, hidden: bool) -> Callable[[Function], Function]
 
 
 def resolve_settings(
-    given: Mapping[str, Any],
-    model_name: str | None,
-    config_file: Path | None,
-    *,
-    leave_out: Collection[str] = (),
+    given: Mapping[str, Any], model_name: str | None, config_file: Path | None, *, leave_out: Collection[str] = ()
 ) -> Settings:
     """What was given on the command line, over environment and config file. Raises ConfigError.
 

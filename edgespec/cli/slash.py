@@ -10,14 +10,7 @@ from edgespec.chat.conversation import Conversation
 from edgespec.cli.answer import readable
 from edgespec.cli.models import card
 from edgespec.cli.options import show
-from edgespec.cli.session import (
-    HERE,
-    Chat,
-    completed,
-    open_session,
-    require_chat_template,
-    show_beginning,
-)
+from edgespec.cli.session import HERE, Chat, completed, open_session, require_chat_template, show_beginning
 from edgespec.cli.terminal import configuration, counted, reply, stats_lines
 from edgespec.config.options import BY_KEY, OF_ONE_MODEL, SETTINGS, fresh_seed
 from edgespec.config.sources import Settings, find
