@@ -16,7 +16,7 @@ import click
 from edgespec.cli import FilePath, as_typed, has_escapes
 from edgespec.cli.main import exit_code
 from edgespec.cli.models import fetched
-from edgespec.cli.options import GroupedOption, SettingsCommand, resolve_settings, settings_options
+from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
 from edgespec.cli.session import Chat, SavedChat, open_session, require_chat_template, show_beginning
 from edgespec.cli.slash import COMMANDS, file_text, run_slash
 from edgespec.cli.terminal import complain, is_interactive, note, reply, verbosity
@@ -48,21 +48,11 @@ ReadLine = Callable[[str], str]
 @click.option(
     "--session",
     "session_path",
-    cls=GroupedOption,
-    group="Answer",
     type=FilePath(dir_okay=False),
     metavar="FILE",
     help="Keep the conversation in FILE, or continue it",
 )
-@click.option(
-    "-f",
-    "--file",
-    "first_file",
-    cls=GroupedOption,
-    group="Answer",
-    metavar="FILE",
-    help="Begin with the text of FILE as the message",
-)
+@click.option("-f", "--file", "first_file", metavar="FILE", help="Begin with the text of FILE as the message")
 def command(
     model_name: str | None, config_file: Path | None, session_path: Path | None, first_file: str | None, **given: Any
 ) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -62,17 +62,13 @@ def ls(everything: bool, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(each) for each in shown]))
         return 0
-    _show_list(shown)
+    rows = [("name", "size", "fits", "state", "draft", "")]
+    rows += [(m.name, _size(m), _FITS[m.fits], m.state, m.draft, printable(m.description)) for m in shown]
+    for number, line in enumerate(aligned(rows, right=(1,))):
+        click.echo(line if number else click.style(line, bold=True))
     if not everything:
         note(f"{len(known)} more can be pulled: edgespec ls --all. A file runs as it is: edgespec chat ./FILE.gguf")
     return 0
-
-
-def _show_list(models: Sequence[Listed]) -> None:
-    rows = [("name", "size", "fits", "state", "draft", "")]
-    rows += [(m.name, _size(m), _FITS[m.fits], m.state, m.draft, printable(m.description)) for m in models]
-    for number, line in enumerate(aligned(rows, right=(1,))):
-        click.echo(line if number else click.style(line, bold=True))
 
 
 @click.command("show")

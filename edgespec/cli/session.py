@@ -77,10 +77,8 @@ class Session:
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation. Raises as `encode_chat`."""
-        chosen = self.shown.thinking
-        prompt_ids = self.model.encode_chat(
-            messages, template_arguments=None if chosen is None else {"enable_thinking": chosen}
-        )
+        chosen = {} if self.shown.thinking is None else {"enable_thinking": self.shown.thinking}
+        prompt_ids = self.model.encode_chat(messages, template_arguments=chosen)
         return before_structure(self.model.target.vocabulary, prompt_ids, self.options, answer_prefix(messages))
 
     @property
@@ -244,12 +242,19 @@ class Chat:
 
     def _answer(self, before: Conversation, prefix: str = "") -> None:
         """Fit, generate, print, remember. `before`: what to return to when there is no answer; `prefix`: its begin."""
+        session = self.session
         try:
             self._make_room()
-            reasoning, text = self._generate(prefix)
+            prompt_ids = session.encode(self.conversation.messages)
+            printer = session.printer(prompt_ids, prefix)
+            answer = session.model.stream(prompt_ids, session.sampling, replace(session.options, logprobs=False))
+            self.last = answer.stats
+            if printer.print_all(answer):
+                note("stopped")
         except BaseException:
             self.conversation = before
             raise
+        reasoning, text = printer.parts
         if prefix:
             self.conversation.continue_answer(text)
             if not text:
@@ -259,7 +264,7 @@ class Chat:
         else:
             self.conversation = before
             note(f"no answer{' after the reasoning' if reasoning else ''}; the message is dropped")
-        self.session.show_end(self.last, in_chat=True)
+        session.show_end(self.last, in_chat=True)
 
     def _make_room(self) -> None:
         model, wanted = self.session.model, self.session.options.max_tokens
@@ -270,18 +275,6 @@ class Chat:
         if dropped:
             oldest = counted(dropped, "exchange")
             note(f"the context of {model.context_length} tokens is full: dropped the oldest {oldest}")
-
-    def _generate(self, prefix: str) -> tuple[str, str]:
-        """(the reasoning, the answer behind `prefix`)."""
-        session = self.session
-        prompt_ids = session.encode(self.conversation.messages)
-        options = replace(session.options, logprobs=False)
-        printer = session.printer(prompt_ids, prefix)
-        answer = session.model.stream(prompt_ids, session.sampling, options)
-        self.last = answer.stats
-        if printer.print_all(answer):
-            note("stopped")
-        return printer.parts
 
 
 class SavedChat:

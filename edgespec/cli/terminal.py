@@ -164,17 +164,21 @@ def waiting(text: str) -> Iterator[OnProgress]:
         yield lambda done, total, what: None
         return
     from rich.console import Console  # takes as long as all else of a command that waits for nothing
+    from rich.text import Text
+
+    def shown(what: str) -> Text:
+        return Text(f"{what} (Ctrl-C stops)")
 
     seen = {text}
     status = None
     if sys.stderr.isatty() and has_escapes():
-        status = Console(stderr=True, highlight=False).status(_line(text), spinner="line", refresh_per_second=4)
+        status = Console(stderr=True, highlight=False).status(shown(text), spinner="line", refresh_per_second=4)
         status.start()
         _shown.append(status)
 
     def on_progress(done: int, total: int, what: str) -> None:
         if status is not None:
-            status.update(_line(f"{what}: {done} of {total}" if total else what))
+            status.update(shown(f"{what}: {done} of {total}" if total else what))
         elif what not in seen:
             seen.add(what)
             detail(what)
@@ -189,24 +193,16 @@ def waiting(text: str) -> Iterator[OnProgress]:
             status.stop()
 
 
-def _line(text: str) -> Text:
-    from rich.text import Text
-
-    return Text(f"{text} (Ctrl-C stops)")
-
-
 def stop_waiting() -> None:
     """Take down what is shown of a wait in another thread that this process does not wait for any more."""
     for status in list(_shown):
         status.stop()
 
 
-def report_progress(text: str) -> bool:
-    """Show `text` as what is being waited for; False where nothing is."""
-    if not _waiting:
-        return False
-    _waiting[-1](0, 0, text)
-    return True
+def report_progress(text: str) -> None:
+    """Show `text` as what is being waited for, if anything is."""
+    if _waiting:
+        _waiting[-1](0, 0, text)
 
 
 # -- Ctrl-C while an answer is being made: the first one ends the answer, a second one the program
