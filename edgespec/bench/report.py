@@ -79,6 +79,10 @@ class Side:
         seconds = self.total("wall_s")
         return self.total("new_tokens") / seconds if seconds else 0.0
 
+    @property
+    def acceptance_rate(self) -> float | None:
+        return _ratio(self.total("accepted_tokens"), self.total("drafted_tokens"))
+
     def to_json(self) -> dict[str, Any]:
         spread = self.tokens_per_second
         return {
@@ -122,10 +126,6 @@ class Summary:
         return _ratio(self.speculative.whole_rate, self.standard.whole_rate) if self.has_drafted else None
 
     @property
-    def acceptance_rate(self) -> float | None:
-        return _ratio(self.speculative.total("accepted_tokens"), self.speculative.total("drafted_tokens"))
-
-    @property
     def mean_accepted_length(self) -> float | None:
         """Tokens per verifying target pass, the prefill's token excluded."""
         tokens = self.speculative.total("new_tokens") - len(self.trials)
@@ -153,7 +153,7 @@ class Summary:
             "speedup": self.speedup and asdict(self.speedup),
             "whole_answer_speedup": self.whole_speedup,
             "noise": self.noise and asdict(self.noise),
-            "acceptance_rate": self.acceptance_rate,
+            "acceptance_rate": self.speculative.acceptance_rate,
             "mean_accepted_length": self.mean_accepted_length,
             "standard": self.standard.to_json(),
             "speculative": self.speculative.to_json(),

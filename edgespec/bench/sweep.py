@@ -138,21 +138,18 @@ def sweep_json(sweep: Sweep) -> dict[str, Any]:
         best = sweep.best(domain)
         found[domain or "all"] = {
             "best": None if best is None else {"drafter": best.drafter, "draft_length": best.length},
-            "settings": [_choice_json(sweep, choice, domain) for choice in sweep.choices],
+            "settings": [
+                {
+                    "drafter": choice.drafter,
+                    "draft_length": choice.length,
+                    "tokens_per_second": sweep.side(choice, domain).pooled_rate or None,
+                    "speedup": sweep.speedup(choice, domain),
+                    "acceptance_rate": sweep.side(choice, domain).acceptance_rate,
+                }
+                for choice in sweep.choices
+            ],
         }
     return found
-
-
-def _choice_json(sweep: Sweep, choice: Choice, domain: str | None) -> dict[str, Any]:
-    side = sweep.side(choice, domain)
-    drafted = side.total("drafted_tokens")
-    return {
-        "drafter": choice.drafter,
-        "draft_length": choice.length,
-        "tokens_per_second": side.pooled_rate or None,
-        "speedup": sweep.speedup(choice, domain),
-        "acceptance_rate": side.total("accepted_tokens") / drafted if drafted else None,
-    }
 
 
 # -- why

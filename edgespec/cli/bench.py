@@ -76,7 +76,7 @@ def command(
         show_beginning(session, measures=True)
         known = with_random_text(sources, session.model.target.vocabulary, session.seed)
         if prompts is not None:  # all of a user's own file
-            known, domains = {**known, **sources}, domains or tuple(sources)
+            domains = domains or tuple(sources)
         most = session.model.context_length - (session.options.max_tokens or 0)
         encode = partial(_encode, session)
         chosen, too_long = choose(
@@ -248,7 +248,7 @@ def _verified(session: Session, compared: Compared) -> dict[str, Any]:
     return {name: facts[name] for name in names} | {
         "identical": all(divergence is None for _, divergence in compared),
         "num_tokens": int(summary.speculative.total("new_tokens")),
-        "acceptance_rate": summary.acceptance_rate or 0.0,
+        "acceptance_rate": summary.speculative.acceptance_rate or 0.0,
         "mean_accepted_length": summary.mean_accepted_length or 0.0,
         "speed_ratio": median(trial.speedup or 0.0 for trial, _ in compared),
         "comparisons": [
