@@ -107,14 +107,6 @@ def resolve_settings(
     return resolve(flags, config_file=config_file).without(leave_out)
 
 
-def require_speculation(settings: Settings, command: str) -> None:
-    """Raises ConfigError where speculation, which `command` compares with plain decoding, is turned off."""
-    for name, off in (("drafter", "none"), ("draft_length", 0)):
-        if settings.values.get(name) == off:
-            given = f"--{name.replace('_', '-')} {off} ({settings.sources[name]})"
-            raise ConfigError(f"{command} compares speculation with plain decoding, and {given} turns speculation off")
-
-
 def sampling_of(settings: Settings) -> Sampling:
     """The sampling settings, with a fresh seed where none or -1 is given."""
     return Sampling(**settings.part("sampling")).seeded()

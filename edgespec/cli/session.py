@@ -152,6 +152,20 @@ def open_session(settings: Settings, *, remembers: bool = False, parallel: NumSe
     return session
 
 
+def open_measured(settings: Settings, command: str, usual: Mapping[str, Any]) -> Session:
+    """As `open_session`, for a command that compares speculation with plain decoding, with all that it runs with shown.
+
+    `usual`: its own defaults. Raises ConfigError where speculation is turned off.
+    """
+    for name, off in (("drafter", "none"), ("draft_length", 0)):
+        if settings.values.get(name) == off:
+            given = f"--{name.replace('_', '-')} {off} ({settings.sources[name]})"
+            raise ConfigError(f"{command} compares speculation with plain decoding, and {given} turns speculation off")
+    session = open_session(settings.below(usual, command))
+    show_beginning(session, measures=True)
+    return session
+
+
 def require_chat_template(settings: Settings, *, is_chat: bool = False) -> None:
     """Check, before anything is loaded, that the model has the chat template that is wanted.
 
