@@ -184,9 +184,9 @@ class _Notes(logging.Handler):
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Run language models on this machine, faster through speculative decoding."""
-    from edgespec.cli.terminal import begin_command
+    from edgespec.cli.terminal import set_verbosity
 
-    begin_command()
+    set_verbosity("normal")
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 

@@ -41,7 +41,7 @@ from edgespec.reports import TokenEvent
 
 DEFAULT_TOKENS = 128
 FRAMES_PER_SECOND = 12
-COLOURS = {"model": "cyan", "ngram": "yellow", "suffix": "magenta"}
+COLOURS = {None: "", "model": "cyan", "ngram": "yellow", "suffix": "magenta"}
 OTHER_COLOUR = "green"
 SVG_COLUMNS = 96
 _FRAME_LINES, _FRAME_COLUMNS = 2, 4  # what a panel's border takes
@@ -216,17 +216,13 @@ def legend(marks: Sequence[Mark]) -> Text:
     line = Text(f"tokens: {counts.pop(None, 0)} the target's own", style="dim", no_wrap=True, overflow="ellipsis")
     for name, count in counts.most_common():
         line.append(", ")
-        line.append(f"{count} drafted by {name}", style=f"not dim {_colour_of(name)}")
+        line.append(f"{count} drafted by {name}", style=f"not dim {COLOURS.get(name, OTHER_COLOUR)}")
     return line
-
-
-def _colour_of(drafter: str | None) -> str:
-    return "" if drafter is None else COLOURS.get(drafter, OTHER_COLOUR)
 
 
 def coloured(marks: Sequence[Mark]) -> Text:
     """The text of tokens, each in its drafter's colour."""
     text = Text(overflow="fold")
     for mark in marks:
-        text.append(printable(mark.event.text), style=_colour_of(mark.event.drafter))
+        text.append(printable(mark.event.text), style=COLOURS.get(mark.event.drafter, OTHER_COLOUR))
     return text

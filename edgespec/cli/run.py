@@ -68,7 +68,7 @@ def command(
         raise ConfigError(f"two prompts are given, {' '.join(words)!r} and -p {prompt!r}: keep one")
     prompt = " ".join(words) if words else prompt
     if prompt is None and not as_json and is_interactive():
-        return click.get_current_context().invoke(chat, model_name=model_name, config_file=config_file, **given)
+        return int(click.get_current_context().invoke(chat, model_name=model_name, config_file=config_file, **given))
     settings = settings_with_model(given, model_name, config_file)
     SessionOptions(**settings.part("session"))  # before the prompt is waited for
     if logprobs is not None and not as_json:

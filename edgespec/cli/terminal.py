@@ -36,16 +36,10 @@ _waiting: list[OnProgress] = []
 _shown: list[Status] = []
 
 
-def begin_command() -> None:
-    """No verbosity was chosen yet."""
-    global _verbosity
-    _verbosity = "normal"
-
-
 def set_verbosity(chosen: Verbosity) -> None:
-    """Raises UsageError where the other one was chosen before."""
+    """Set to "normal" where a command begins. Raises UsageError where the other one was chosen before."""
     global _verbosity
-    if _verbosity not in ("normal", chosen):
+    if "normal" not in (chosen, _verbosity) and chosen != _verbosity:
         raise click.UsageError("--verbose and --quiet contradict each other: keep one")
     _verbosity = chosen
 
