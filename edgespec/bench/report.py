@@ -287,8 +287,6 @@ def check_picture(option: str, path: Path) -> None:
     """Before the work: raises ConfigError where no picture can be written at `path`."""
     if path.suffix.lower() != ".svg":
         raise ConfigError(f"{option} {path}: the picture is an SVG file, so the name must end in .svg")
-    if path.is_dir():
-        raise ConfigError(f"{option} {path} is a folder: give a file name")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{option} {path}: its folder does not exist")
 

@@ -138,8 +138,7 @@ def _print(folder: Path, made: Mapping[str, int], figures: Mapping[str, Any]) ->
         click.echo(f"  {name}  {human(size)}")
     for line in check_lines(figures):
         click.echo(line)
-    is_plain = not folder.is_absolute() and len(folder.parts) == 1  # which the registry would look up first
-    path = f"./{folder}" if is_plain else str(folder)
+    path = str(folder) if folder.is_absolute() else f"./{folder}"  # the registry would look up a plain name first
     click.echo(f"run it: {run_command(path, read_pair(folder).files['target'])}")
 
 

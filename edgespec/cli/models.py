@@ -76,10 +76,24 @@ def ls(everything: bool, as_json: bool) -> int:
 def show(name: str) -> int:
     """Show what a model is and can do, the memory it takes and its files; of one to pull, where it comes from."""
     entry = None if is_known(name) else entry_called(name.partition(":")[0]) or entry_called(name)
-    if entry is None:
-        return _show_here(name)
-    _show_entry(entry)
-    click.echo(f"get it: edgespec pull {entry.name}")
+    if entry is not None:
+        _show_entry(entry)
+        click.echo(f"get it: edgespec pull {entry.name}")
+        return 0
+    pair = resolve(name)
+    for file in pair.files.values():
+        if file.is_gguf:
+            check_gguf(file.path)
+    click.echo(f"{pair.name}: {printable(pair.description) or 'on this machine'}")
+    for line in aligned(card(LoadOptions(model=name), pair)):
+        click.echo(f"  {printable(line)}")
+    for role, file in (*pair.files.items(), *((f"{kind} heads", file) for kind, file in pair.heads.items())):
+        parts = f", {len(file.all_files)} files" if file.parts else ""
+        click.echo(f"{role}: {file.path}, {file.all_bytes / 1e6:.1f} MB{parts}")
+    click.echo(
+        f"run it: {run_command(name, pair.files['target'])}"
+        + ("" if drafted_from(pair) else f"; drafts for it: edgespec drafts {quoted(name)}")
+    )
     return 0
 
 
@@ -101,24 +115,6 @@ def rm(names: tuple[str, ...]) -> int:
     for name in names:
         freed = remove(name)
         click.echo(f"removed: {name}" + (f", {freed / 1e6:.1f} MB" if freed else "; its files stay where they are"))
-    return 0
-
-
-def _show_here(name: str) -> int:
-    pair = resolve(name)
-    for file in pair.files.values():
-        if file.is_gguf:
-            check_gguf(file.path)
-    click.echo(f"{pair.name}: {printable(pair.description) or 'on this machine'}")
-    for line in aligned(card(LoadOptions(model=name), pair)):
-        click.echo(f"  {printable(line)}")
-    for role, file in (*pair.files.items(), *((f"{kind} heads", file) for kind, file in pair.heads.items())):
-        parts = f", {len(file.all_files)} files" if file.parts else ""
-        click.echo(f"{role}: {file.path}, {file.all_bytes / 1e6:.1f} MB{parts}")
-    click.echo(
-        f"run it: {run_command(name, pair.files['target'])}"
-        + ("" if drafted_from(pair) else f"; drafts for it: edgespec drafts {quoted(name)}")
-    )
     return 0
 
 

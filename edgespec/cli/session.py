@@ -235,11 +235,11 @@ class Chat:
     def say_again(self) -> None:
         """Answer the last message again with the next seed; the same seed would give the same text."""
         before = self.conversation.copy()
-        if not self.conversation.regen():
+        if (text := self.conversation.undo()) is None:
             reply("there is nothing to answer yet")
             return
-        seed = self.session.seed + 1
-        seed = seed if seed < 1 << 64 and seed != RANDOM_SEED else 0
+        self.conversation.ask(text)
+        seed = (self.session.seed + 1) % (1 << 64)  # never -1, which is any
         self.session.settings = self.session.settings.above({"seed": seed}, HERE)
         is_greedy = self.session.sampling.temperature == 0
         reply("temperature 0: the answer will be the same" if is_greedy else f"seed {seed}")

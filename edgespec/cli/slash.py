@@ -65,7 +65,7 @@ def _help(chat: Chat, argument: str) -> None:
 
 
 def _clear(chat: Chat, argument: str) -> None:
-    chat.conversation.clear()
+    chat.conversation.turns.clear()
     chat.attached.clear()
     reply("conversation cleared")
 
