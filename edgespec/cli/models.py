@@ -27,8 +27,8 @@ from edgespec.loading.catalogue import Entry, entries, entry_called
 from edgespec.loading.download import OnBytes
 from edgespec.loading.drafts import Aim, Candidate, find_aim, rank
 from edgespec.loading.model_facts import ModelFacts, size_label
+from edgespec.loading.own_models import add as add_model
 from edgespec.loading.own_models import (
-    Listed,
     drafted_from,
     entry_bytes,
     fits,
@@ -37,7 +37,6 @@ from edgespec.loading.own_models import (
     pair_bytes,
     remove,
 )
-from edgespec.loading.own_models import add as add_model
 from edgespec.loading.pull import pull as pull_model
 from edgespec.loading.registry import is_known, resolve
 from edgespec.loading.requirements import resolve_pair
@@ -63,7 +62,9 @@ def ls(everything: bool, as_json: bool) -> int:
         click.echo(json.dumps([dataclasses.asdict(each) for each in shown]))
         return 0
     rows = [("name", "size", "fits", "state", "draft", "")]
-    rows += [(m.name, _size(m), _FITS[m.fits], m.state, m.draft, printable(m.description)) for m in shown]
+    for m in shown:
+        size = f"{'~' if m.is_guess else ''}{m.bytes / 1e9:.2f} GB"
+        rows.append((m.name, size, _FITS[m.fits], m.state, m.draft, printable(m.description)))
     for number, line in enumerate(aligned(rows, right=(1,))):
         click.echo(line if number else click.style(line, bold=True))
     if not everything:
@@ -170,10 +171,6 @@ def _fit_of(num_bytes: int, *, has_draft: bool, is_guess: bool = False) -> str:
     answer = {True: "fits", False: "does not fit", None: "unknown whether it fits"}[fits(num_bytes)]
     size = f"{'about ' if is_guess else ''}{num_bytes / 1e9:.2f} GB{' with its draft' if has_draft else ''}"
     return f"{size}; {answer} into the memory that is available now"
-
-
-def _size(each: Listed) -> str:
-    return f"{'~' if each.is_guess else ''}{each.bytes / 1e9:.2f} GB"
 
 
 # -- pull
