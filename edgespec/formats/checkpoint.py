@@ -67,7 +67,6 @@ BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 # What transformers takes where config.json says nothing, and no shape of a tensor would tell.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "SmolLM3ForCausalLM": {"rope_theta": 2e6},
-    "Gemma2ForCausalLM": {"query_pre_attn_scalar": 256},
     "Gemma3ForCausalLM": {"query_pre_attn_scalar": 256, "rope_theta": 1e6},
 }
 

@@ -71,7 +71,7 @@ class FewHead(OpenHead):
 
 
 class FewBlock(OpenBlock):
-    def block(self, token_id: int) -> tuple[Logits, Confidences | None]:
+    def block(self, token_id: int, most: int | None = None) -> tuple[Logits, Confidences | None]:
         rows, confidences = super().block(token_id)
         return np.where(np.arange(rows.shape[1]) < FEWER, rows, -np.inf).astype(np.float32), confidences
 

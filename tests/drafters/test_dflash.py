@@ -14,6 +14,7 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.config.options import LoadOptions
+from edgespec.config.values import EngineName
 from edgespec.control.base import FixedLength
 from edgespec.drafters.heads import DFlashDrafter
 from edgespec.engines.head import BYTES_PER_FEATURE, WINDOW
@@ -31,8 +32,10 @@ from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch
+from gguf_heads import assert_plan_is_what_it_takes
 from lossless import assert_same_text, assert_several_draft_apart, assert_window_changes_no_text
-from tiny_dflash import MASK_ID, NUM_TOKENS, TARGET, WIDTH, HeadShape, write_dflash
+from needs import NEEDS_KERNELS
+from tiny_dflash import LAYERS, MASK_ID, NUM_TOKENS, TARGET, WIDTH, HeadShape, write_dflash
 from tiny_gguf import matrices, write_model
 
 DSPARK = HeadShape(markov=8, has_confidence=True)
@@ -59,8 +62,10 @@ def head_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def pair(target_path: Path, head_path: Path) -> Iterator[edgespec.Model]:
-    with edgespec.load(str(target_path), draft=head_path, reproducible=True, threads=TEST_THREADS) as model:
+def pair(engine_name: EngineName, target_path: Path, head_path: Path) -> Iterator[edgespec.Model]:
+    given = {"draft": head_path, "engine": engine_name, "reproducible": True, "threads": TEST_THREADS}
+    with edgespec.load(str(target_path), **given) as model:
+        assert model.target.facts.name == engine_name
         yield model
 
 
@@ -72,13 +77,17 @@ def test_text_does_not_depend_on_the_head(pair: edgespec.Model) -> None:
     assert stats["dflash", 5].drafted_tokens > 6 * 48
 
 
-def test_texts_that_are_decoded_together_draft_from_their_own_tokens(target_path: Path, head_path: Path) -> None:
+def test_texts_that_are_decoded_together_draft_from_their_own_tokens(
+    engine_name: EngineName, target_path: Path, head_path: Path
+) -> None:
     texts = ("The quick brown", "def add(a, b):", "Tom has 3 apples. " * 6, "Book a table")
-    assert_several_draft_apart(str(target_path), texts, "dflash", draft=head_path)
+    assert_several_draft_apart(str(target_path), texts, "dflash", draft=head_path, engine=engine_name)
 
 
-def test_a_text_longer_than_the_heads_window_stays_the_same(target_path: Path, head_path: Path) -> None:
-    assert_window_changes_no_text(str(target_path), "dflash", draft=head_path)
+def test_a_text_longer_than_the_heads_window_stays_the_same(
+    engine_name: EngineName, target_path: Path, head_path: Path
+) -> None:
+    assert_window_changes_no_text(str(target_path), "dflash", draft=head_path, engine=engine_name)
 
 
 def test_auto_takes_the_head_as_the_pairs_draft(pair: edgespec.Model) -> None:
@@ -117,10 +126,12 @@ def repeating(folder: Path, from_anchor: bool | None) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("from_anchor", [None, False, True], ids=["DFlash", "DSpark behind the anchor", "DSpark"])
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
-def test_a_head_that_knows_the_target_is_accepted(tmp_path: Path, from_anchor: bool | None, temperature: float) -> None:
+def test_a_head_that_knows_the_target_is_accepted(
+    engine_name: EngineName, tmp_path: Path, from_anchor: bool | None, temperature: float
+) -> None:
     target, head = repeating(tmp_path, from_anchor)
     most = 6 if from_anchor else 5
-    with edgespec.load(str(target), draft=head, threads=TEST_THREADS) as model:
+    with edgespec.load(str(target), draft=head, threads=TEST_THREADS, engine=engine_name) as model:
         options = GenerateOptions(max_tokens=2 * (most + 1) + 1, draft_length=9, drafter="dflash", ignore_eos=True)
         found = model.generate("abcd", Sampling(temperature=temperature, seed=1), options)
     assert found.text == (2 * most + 3) * "d"
@@ -164,7 +175,7 @@ def test_what_is_given_as_draft_must_be_what_the_drafter_needs(
         edgespec.load(str(target_path), draft=head, drafter="model", threads=TEST_THREADS)
     with pytest.raises(CapabilityError, match=r"drafter 'dflash' needs a DFlash head .*, a draft model, and runs on"):
         edgespec.load(str(target_path), draft=tiny_path, drafter="dflash", threads=TEST_THREADS)
-    with pytest.raises(CapabilityError, match="drafter 'dflash' needs a DFlash head for a target on llamacpp"):
+    with pytest.raises(CapabilityError, match="drafter 'dflash' needs a DFlash head for a target in GGUF"):
         edgespec.load(str(onnx_path), draft=head, threads=TEST_THREADS)
 
 
@@ -194,7 +205,7 @@ def test_a_head_counts_where_it_fits(tmp_path: Path) -> None:
 
 def test_the_plan_counts_weights_cache_and_results(target_path: Path, head_path: Path) -> None:
     def plan(**changed: int) -> tuple[int, int, int]:
-        options = LoadOptions(model=str(target_path), draft=head_path, **changed)
+        options = LoadOptions(model=str(target_path), draft=head_path, engine="llamacpp", **changed)
         need = next(each for each in planned(options, resolve_pair(options)).models if each.role == "draft").footprint
         return need.mapped, need.cache, need.compute
 
@@ -206,3 +217,8 @@ def test_the_plan_counts_weights_cache_and_results(target_path: Path, head_path:
     results = compute - features - 4 * sizes.block_size * NUM_TOKENS
     assert 4 * 64 * NUM_TOKENS < results < 8 * 64 * (NUM_TOKENS + 3 * 96 + 7 * 64)
     assert plan(draft_context_length=100, parallel=3) == (mapped, 3 * cache, 3 * compute)
+
+
+@NEEDS_KERNELS
+def test_the_plan_on_the_kernels_is_what_the_head_takes(target_path: Path, head_path: Path) -> None:
+    assert_plan_is_what_it_takes(target_path, LAYERS, head_path)

@@ -26,7 +26,6 @@ from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.kernel_head import load_drafter
 from edgespec.errors import BatchError, CapabilityError, EdgespecError, EngineError, ModelFileError
 from edgespec.formats.gguf.heads import head_kind_of
-from edgespec.kernels.library import library_path
 from edgespec.loading.requirements import resolve_pair, runs_on_kernels
 from edgespec.types import Batch
 from lossless import assert_same_text, assert_several_draft_apart
@@ -47,14 +46,6 @@ def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def drafter_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_drafter(tmp_path_factory.mktemp("gemma") / "drafter.gguf")
-
-
-@pytest.fixture(params=["llamacpp", "onnx"])
-def engine_name(request: pytest.FixtureRequest) -> EngineName:
-    if request.param == "onnx" and library_path() is None:
-        pytest.skip("the kernels are not built: scripts/run.py test builds them")
-    name: EngineName = request.param
-    return name
 
 
 def opened(name: str, path: Path, **settings: Any) -> LlamaCppEngine | KernelEngine:

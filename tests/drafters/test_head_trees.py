@@ -195,7 +195,7 @@ def test_our_kernels_score_trees(kind: str, target_path: Path) -> None:
     records: list[RoundRecord] = []
     heads = DEMO.parent / "heads" / f"{kind}.npz"
     with edgespec.load(target_path, engine="onnx", heads=heads, drafter=kind, threads=TEST_THREADS) as model:
-        assert model.target.facts.can_tree
+        assert model.target.facts.max_branches
         ids, sampling = model.encode_chat([{"role": "user", "content": PROMPTS[0]}]), Sampling(temperature=0.8, seed=1)
         options = GenerateOptions(max_tokens=40, drafter=kind, draft_length=9, ignore_eos=True)
         result = model.generate(ids, sampling, options, records.append)

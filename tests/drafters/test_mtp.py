@@ -26,7 +26,6 @@ from edgespec.engines.onnx.kernel_head import load_drafter
 from edgespec.errors import BatchError, CapabilityError, ContextFull, ModelFileError
 from edgespec.formats.gguf.check import has_mtp
 from edgespec.formats.gguf.header import read_header
-from edgespec.kernels.library import library_path
 from hybrid_gguf import HybridShape, cycle_tensors, tensors_of, write_lfm2, write_qwen35
 from needs import NEEDS_KERNELS
 
@@ -50,17 +49,7 @@ def opened(engine: Engine, path: Path | None) -> DraftHead:
     if isinstance(engine, KernelEngine):
         return load_drafter(engine, path, context_length=40)
     assert isinstance(engine, LlamaCppEngine)
-    if path is None:
-        return engine.load_mtp(context_length=40)
     return engine.load_head(path, context_length=40)
-
-
-@pytest.fixture(params=["llamacpp", "onnx"])
-def engine_name(request: pytest.FixtureRequest) -> str:
-    if request.param == "onnx" and library_path() is None:
-        pytest.skip("the kernels are not built: scripts/run.py test builds them")
-    name: str = request.param
-    return name
 
 
 @pytest.fixture(params=["in the model's file", "in a file of its own"])
@@ -299,7 +288,7 @@ def test_the_layer_is_planned_where_it_drafts(model_path: Path, alone_path: Path
     drafted, plain = (footprint(model_path, use).own for use in uses)
     alone = head_footprint(alone_path, ModelUse(256))
     engine = LlamaCppEngine.load(model_path, context_length=256, threads=1, has_mtp=True)
-    with engine, engine.load_mtp() as head:
+    with engine, engine.load_head() as head:
         assert drafted - plain > head.facts.num_bytes > 0
     with LlamaCppEngine.load(model_path, threads=1) as engine, engine.load_head(alone_path) as head:
         assert alone.mapped == alone_path.stat().st_size and alone.mapped + alone.own > head.facts.num_bytes > 0

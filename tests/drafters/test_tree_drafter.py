@@ -181,7 +181,7 @@ def test_our_kernels_score_trees(rule: RuleName) -> None:
     records: list[RoundRecord] = []
     target, draft = (DEMO.parent / f"demo-{role}-q8_0.gguf" for role in ("target", "draft"))
     with edgespec.load(target, draft=draft, engine="onnx", threads=1) as model:
-        assert model.target.facts.can_tree
+        assert model.target.facts.max_branches
         ids, sampling = model.encode_chat([{"role": "user", "content": PROMPTS[0]}]), Sampling(temperature=0.8, seed=1)
         options = GenerateOptions(max_tokens=40, drafter="tree", draft_length=9, verify=rule, ignore_eos=True)
         result = model.generate(ids, sampling, options, records.append)

@@ -20,6 +20,9 @@ from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint
+from edgespec.engines.onnx.graph import read_graph
+from edgespec.engines.onnx.kernel_engine import KernelEngine
+from edgespec.engines.onnx.source import readable_model
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.onnx.llama_config import WRITABLE
@@ -75,7 +78,7 @@ def scored(engine: Engine, ids: list[int], step: int) -> Logits:
 
 
 def test_all_that_run_are_compared() -> None:
-    others = {"qwen3moe", "gpt-oss", "gemma4", "gemma4-assistant", *HYBRIDS, *WRITABLE}
+    others = {"qwen3moe", "gpt-oss", "gemma4", "gemma4-assistant", "eagle3", "dflash", *HYBRIDS, *WRITABLE}
     assert set(KINDS) == others | {case.kind for case in CASES.values()}
 
 
@@ -150,6 +153,30 @@ def test_memory_is_what_was_planned(name: str, tiny) -> None:
         # Padding of tiles to 16 outputs, and vectors that lie in the graph.
         held = sum(each.nbytes for each in arrays)
         assert abs(planned.packed - SESSION_BYTES - held) < 0.03 * held + 20_000
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if not name.startswith("gemma4") and name not in HYBRIDS])
+def test_heads_get_the_inputs_of_layers(name: str, tiny) -> None:
+    """What the model that the layers before make would norm for its head."""
+    last = readable_model(tiny(name)).config.num_layers - 1
+    given = ModelUse(**use(name), hidden_states=True, state_layers=(last,))
+    if name.startswith(("olmo", "exaone4")):
+        with pytest.raises(CapabilityError, match="it has no norm before it"):
+            OnnxEngine.load(tiny(name), given)
+        return
+    with OnnxEngine.load(tiny(name), given) as engine:
+        engine.forward(Batch.chain(IDS[:20]))
+        states = engine.hidden_states()
+        source = engine.source.first_layers(last)
+        graph = read_graph(source, cells=given.context_length or 0, hidden_states=True)
+        with KernelEngine(source, graph, engine.settings, source.config(), engine.vocabulary) as part:
+            part.forward(Batch.chain(IDS[:20]))
+            wanted = part.hidden_states()
+        states = states[:, : wanted.shape[1]]
+        config = source.model.config
+        weight = source._weights().vector("model.norm.weight") * config.logit_scale
+        normed = states / np.sqrt(np.square(states).mean(axis=1, keepdims=True) + config.norm_epsilon) * weight
+        np.testing.assert_allclose(normed, wanted, atol=1e-4 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

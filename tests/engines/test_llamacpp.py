@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import signal
 import subprocess
@@ -24,7 +25,7 @@ from edgespec.engines.llamacpp import library as llama_library
 from edgespec.engines.llamacpp import settings
 from edgespec.engines.llamacpp.devices import gpus, overriding
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.llamacpp.library import library, listening
+from edgespec.engines.llamacpp.library import library, logger
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.errors import (
     BatchError,
@@ -51,22 +52,27 @@ def chain(engine: LlamaCppEngine, ids, sequence: int = 0) -> np.ndarray:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a console's Ctrl-C is not raised like this on Windows")
-def test_ctrl_c_in_the_log_of_a_load_is_not_lost(tiny_path):
+def test_ctrl_c_in_the_log_of_a_load_is_not_lost(tiny_path, caplog):
     """Python drops what is raised in a callback: the load, and all that came after it, went on."""
-    lines: list[str] = []
+    records: list[logging.LogRecord] = []
 
-    def interrupt(line: str) -> None:
-        if not lines:
+    def interrupt(record: logging.LogRecord) -> bool:
+        if not records:
             signal.raise_signal(signal.SIGINT)
-        lines.append(line)
+        records.append(record)
+        return True
+
+    caplog.set_level(logging.DEBUG, logger.name)
+    logger.addFilter(interrupt)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
-        with listening(interrupt), pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
             load(tiny_path)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert lines
+        logger.removeFilter(interrupt)
+    assert records
     load(tiny_path).close()
 
 
@@ -119,11 +125,11 @@ def test_where_a_gpu_is_full_the_advice_is_to_place_fewer_layers(tiny_path, monk
     assert ("-ngl auto" in str(caught.value)) == bool(gpu_layers)
 
 
-def test_tensors_go_where_their_names_say(tiny_path):
-    lines: list[str] = []
-    with listening(lines.append), load(tiny_path, overrides=((r"blk\.1\.ffn_(up|down)", "CPU"),)) as engine:
+def test_tensors_go_where_their_names_say(tiny_path, caplog):
+    caplog.set_level(logging.DEBUG, logger.name)
+    with load(tiny_path, overrides=((r"blk\.1\.ffn_(up|down)", "CPU"),)) as engine:
         found = chain(engine, [1, 2, 3])
-    moved = {line.split()[1] for line in lines if "buffer type overridden to CPU" in line}
+    moved = {line.split()[1] for line in caplog.messages if "buffer type overridden to CPU" in line}
     assert moved == {"blk.1.ffn_up.weight", "blk.1.ffn_down.weight"}
     with load(tiny_path) as engine:
         np.testing.assert_array_equal(found, chain(engine, [1, 2, 3]))
@@ -144,7 +150,7 @@ def test_facts_are_what_the_file_holds(tiny_path):
         assert engine.facts.architecture == "llama"
         assert engine.facts.context_length == shape.context
         assert engine.facts.can_rollback
-        assert engine.facts.can_tree
+        assert engine.facts.max_branches
         assert engine.facts.threads == TEST_THREADS
         assert 0.9 * tiny_path.stat().st_size < engine.facts.weight_bytes < tiny_path.stat().st_size
         assert 2 * values <= engine.facts.kv_bytes_per_token <= 2 * values + 64

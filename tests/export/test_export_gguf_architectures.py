@@ -26,7 +26,7 @@ from tiny_checkpoints import (
 )
 from tiny_graphs import logits
 
-USES_GELU = {"gemma", "gemma2", "gemma3", "gpt2"}
+USES_GELU = {"gemma3", "gpt2"}
 
 
 def tolerance(case: str) -> float:
@@ -98,9 +98,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"rope_scaling": {"rope_type": "longrope"}}, "positions are scaled by 'longrope'; allowed: default"),
     ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, "no rotary positions in each fourth layer"),
     ("smollm3", {"use_sliding_window": True}, "its use_sliding_window is True"),
-    ("gemma2", {"attn_logit_softcapping": None}, "lacks attn_logit_softcapping"),
-    ("gemma2", {"query_pre_attn_scalar": 20}, "query_pre_attn_scalar is 20; allowed: 32"),
-    ("gemma", {"tie_word_embeddings": False}, "needs tied embeddings"),
+    ("gemma3", {"query_pre_attn_scalar": 20}, "query_pre_attn_scalar is 20; allowed: 32"),
+    ("gpt2", {"tie_word_embeddings": False}, "needs tied embeddings"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
     ("llama", {"hidden_size": None}, "lacks 'hidden_size'"),
     ("llama", {"num_hidden_layers": 0}, "num_hidden_layers 0, must be a positive integer"),

@@ -77,19 +77,6 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "num_hidden_layers": 5},
         "llama-bpe",
     ),
-    "gemma": ({"architectures": ["GemmaForCausalLM"], "model_type": "gemma", **GEMMA}, "gemma-spm"),
-    "gemma2": (
-        {
-            "architectures": ["Gemma2ForCausalLM"],
-            "model_type": "gemma2",
-            **GEMMA,
-            "query_pre_attn_scalar": 32,
-            "attn_logit_softcapping": 4.0,
-            "final_logit_softcapping": 8.0,
-            "sliding_window": 6,
-        },
-        "gemma-spm",
-    ),
     "gemma3": (
         {
             "architectures": ["Gemma3ForCausalLM"],

@@ -170,7 +170,7 @@ class OpenBlock(OpenCache):
         assert features.shape[1] == self.facts.feature_width
         self.append([(0, number) for number in features[:, 0].tolist()])
 
-    def block(self, token_id: int) -> tuple[Logits, Confidences | None]:
+    def block(self, token_id: int, most: int | None = None) -> tuple[Logits, Confidences | None]:
         self.heed_cancel()
         self.num_blocks += 1
         rows = []

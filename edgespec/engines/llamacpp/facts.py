@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,21 +13,19 @@ from edgespec.engines.llamacpp.library import library, version
 from edgespec.engines.llamacpp.settings import ContextSettings
 from edgespec.engines.widths import METHOD, PREFIX, pinned_facts
 from edgespec.errors import CapabilityError
-from edgespec.formats.gguf.check import model_files
+from edgespec.formats.gguf.check import model_files, pooling_of
+from edgespec.formats.gguf.header import GgufHeader
 from edgespec.platform.disk_cache import file_key, key_of
 from edgespec.types import Batch
 
-# llama.cpp's llama_pooling_type, as a file has it
-POOLINGS = {"0": "", "1": "mean", "2": "cls", "3": "last", "4": "rank"}
 
-
-def read_facts(model: Any, settings: ContextSettings, context: Any = None) -> EngineFacts:
+def read_facts(model: Any, header: GgufHeader, settings: ContextSettings, context: Any = None) -> EngineFacts:
     """The facts that need no pass. `context`: None for a model that keeps no cache."""
     llama = library()
     placement = _placement(settings)
     return EngineFacts(
         name="llamacpp",
-        architecture=metadata(model, "general.architecture"),
+        architecture=header.architecture,
         context_length=settings.context_length,
         max_sequences=settings.max_sequences,
         max_batch=min(settings.max_batch, llama.llama_n_batch(context)) if context else settings.max_batch,
@@ -45,7 +42,7 @@ def read_facts(model: Any, settings: ContextSettings, context: Any = None) -> En
         can_pack=settings.max_sequences > 1,
         splits_passes=settings.max_sequences > 1 and (settings.streams or settings.keeps_state),
         own_cells=settings.streams,
-        pooling=pooling_of(model),
+        pooling=pooling_of(header),
         placement=" ".join(map(str, (settings.gpu_layers, *placement))) if placement else "",
     )
 
@@ -93,14 +90,3 @@ def _placement(settings: ContextSettings) -> tuple[object, ...]:
         return ()
     seen = tuple((device.name, device.description, device.total_bytes) for device in gpus())
     return seen, settings.devices, settings.endpoints, *settings.overrides
-
-
-def pooling_of(model: Any) -> str:
-    number = metadata(model, f"{metadata(model, 'general.architecture')}.pooling_type")
-    return "" if number == "unknown" else POOLINGS.get(number, f"of type {number}")
-
-
-def metadata(model: Any, key: str) -> str:
-    value = ctypes.create_string_buffer(256)
-    found = library().llama_model_meta_val_str(model, key.encode(), value, len(value))
-    return value.value.decode("utf-8", errors="replace") if found >= 0 else "unknown"

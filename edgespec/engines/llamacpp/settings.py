@@ -141,21 +141,6 @@ class ContextSettings(ModelUse):
         return min(max(affordable, 64, self.sequence_ids), max(self.batch_capacity, self.sequence_ids))
 
 
-def choose_context_length(path: Path, trained: int | None, asked: int | None, default: int = DEFAULT_CONTEXT) -> int:
-    """Tokens per sequence: as asked, or what the model was trained for, at most `default`.
-
-    Raises ConfigError beyond the trained length, where the model would write nonsense.
-    """
-    if asked is None:
-        return min(trained or default, default)
-    if trained is not None and asked > trained:
-        raise ConfigError(
-            f"a context of {asked} tokens was requested, but {path.name} was trained for {trained}: give "
-            "at most that, or -c max"
-        )
-    return asked
-
-
 def open_for(path: Path, use: ModelUse) -> Any:
     """The model at `path` as `use` asks. Raises as `open_model` and `handles_of`."""
     return open_model(

@@ -21,7 +21,7 @@ import numpy as np
 from gguf.quants import quantize
 
 from edgespec.engines.llamacpp.library import complaints, forget_complaints, library, uninterrupted
-from edgespec.errors import ConfigError, ModelFileError
+from edgespec.errors import ModelFileError
 from edgespec.export.gguf.tokenizer import write_tokenizer
 from edgespec.formats.architectures import (
     TRANSPOSE,
@@ -229,7 +229,8 @@ def write_hyperparameters(writer: gguf.GGUFWriter, checkpoint: Checkpoint, found
     writer.add_vocab_size(sizes.vocabulary)
     if any(windowed):
         _write_window(writer, checkpoint, found, windowed)
-    _write_softcapping(writer, checkpoint, found)
+    if found.has_window and (cap := checkpoint.config.get("final_logit_softcapping")) is not None:
+        writer.add_final_logit_softcapping(float(cap))
 
 
 def _context_length(checkpoint: Checkpoint, found: Architecture, sizes: Sizes, windowed: list[bool]) -> int:
@@ -261,19 +262,6 @@ def _write_window(writer: gguf.GGUFWriter, checkpoint: Checkpoint, found: Archit
         writer.add_rope_freq_base_swa(base)
 
 
-def _write_softcapping(writer: gguf.GGUFWriter, checkpoint: Checkpoint, found: Architecture) -> None:
-    """Write logit softcapping of Gemma 2 and 3; llama.cpp requires it for Gemma 2."""
-    if found.name not in ("gemma2", "gemma3"):
-        return
-    attention, final = (checkpoint.config.get(f"{part}_logit_softcapping") for part in ("attn", "final"))
-    if found.name == "gemma2" and (attention is None or final is None):
-        raise ModelFileError(f"{checkpoint.folder / 'config.json'} lacks attn_logit_softcapping or the final one")
-    if attention is not None:
-        writer.add_attn_logit_softcapping(float(attention))
-    if final is not None:
-        writer.add_final_logit_softcapping(float(final))
-
-
 # -- quantising, by llama.cpp. Types that it writes with an importance matrix only are left to its own programs
 
 _QUANTISED = (
@@ -282,12 +270,6 @@ _QUANTISED = (
 )
 FILE_TYPES = {name: int(gguf.LlamaFileType[f"MOSTLY_{name.upper()}"]) for name in _QUANTISED}
 GGUF_QUANTS: tuple[str, ...] = ("f32", "f16", "bf16", *FILE_TYPES)
-
-
-def check_quant(quant: str) -> None:
-    """Raise ConfigError for an unknown type."""
-    if quant not in GGUF_QUANTS:
-        raise ConfigError(f"the quantisation {quant!r} is not known; allowed: {', '.join(GGUF_QUANTS)}")
 
 
 def own_precision(folder: Path) -> OutputType:

@@ -53,11 +53,11 @@ class HeadSizes:
     width: int  # of its states
     target_width: int  # of what it reads of the target, for each layer
     vocabulary_size: int  # tokens of its embeddings
-    num_drafted: int  # of them it can propose
     context_length: int  # it was trained for
     weight_bytes: int
     kv_bytes_per_token: int = 0  # of a cache of its own
     layers: tuple[int, ...] = ()  # of the target whose inputs it reads; none: it reads the last hidden state
+    drafted_ids: tuple[int, ...] = ()  # the tokens that it can propose, as it scores them; none: all of them
     shares_weights: bool = False  # embeddings or output are the target's
     target_layers: int = 0  # that the target must have; 0: any number
     # of a head that drafts a block
@@ -68,6 +68,11 @@ class HeadSizes:
     is_causal: bool = True  # a row does not see those after it
     has_markov: bool = False
     has_confidence: bool = False
+
+    @property
+    def num_drafted(self) -> int:
+        """How many tokens it can propose."""
+        return len(self.drafted_ids) or self.vocabulary_size
 
     @property
     def feature_width(self) -> int:
@@ -161,12 +166,11 @@ class _Reader:
             raise self._wrong(f"it is a {self._header.architecture!r}, and a draft head is needed")
         return readers[self._form]()
 
-    def _sizes(self, form: HeadForm, *, num_drafted: int = 0, **others: Any) -> HeadSizes:
+    def _sizes(self, form: HeadForm, **others: Any) -> HeadSizes:
         """With the sizes that heads of every form tell alike."""
         return HeadSizes(
             form=form,
             vocabulary_size=self._vocabulary_size,
-            num_drafted=num_drafted or self._vocabulary_size,
             context_length=self._count("context_length"),
             weight_bytes=sum(tensor.num_bytes for tensor in self._header.tensors),
             **others,
@@ -184,7 +188,7 @@ class _Reader:
             width=width,
             target_width=self._count("target_hidden_size"),
             layers=self._target_layers(EAGLE3_LAYERS),
-            num_drafted=self._num_drafted(),
+            drafted_ids=self._drafted_ids(),
             shares_weights=EMBEDDINGS not in self._tensors or OUTPUT not in self._tensors,
             kv_bytes_per_token=2 * kv_heads * self._head_size(width) * HALF_BYTES,
         )
@@ -238,7 +242,7 @@ class _Reader:
             width=width,
             target_width=width,
             layers=self._target_layers(),
-            num_drafted=self._num_drafted(),
+            drafted_ids=self._drafted_ids(),
             mask_id=self._mask_id(),
             block_size=self._block_size(num_layers, has_markov=has_markov),
             first_row=0 if has_markov and self._flag("sample_from_anchor", default=True) else 1,
@@ -305,11 +309,11 @@ class _Reader:
             raise self._wrong(f"its target_layers are {list(items)!r:.60}, {needed} needed")
         return layers
 
-    def _num_drafted(self) -> int:
-        """How many tokens it can propose; what lists them is read, since a wrong id would end the process."""
+    def _drafted_ids(self) -> tuple[int, ...]:
+        """The tokens that it can propose; none: all. A wrong one would end the process."""
         tensor = self._tensors.get(DRAFTED)
         if tensor is None:
-            return self._vocabulary_size
+            return ()
         if tensor.kind != "I64" or len(tensor.shape) != 1:
             raise self._wrong(f"its {DRAFTED} is {tensor.kind} {tensor.shape}, a list of I64 is needed")
         if OUTPUT not in self._tensors:
@@ -317,7 +321,7 @@ class _Reader:
         ids = self._listed(tensor)
         if min(ids) < 0 or max(ids) >= self._vocabulary_size or len(set(ids)) < len(ids):
             raise self._wrong(f"its {DRAFTED} must name different tokens of 0..{self._vocabulary_size - 1}")
-        return len(ids)
+        return ids
 
     def _listed(self, tensor: TensorInfo) -> tuple[int, ...]:
         try:
