@@ -47,9 +47,7 @@ class Spread:
     def of(values: Sequence[float]) -> Spread | None:
         if not values:
             return None
-        if len(values) == 1:
-            return Spread(values[0], values[0], values[0])
-        low, middle, high = quantiles(values, n=4, method="inclusive")
+        low, middle, high = quantiles(values if len(values) > 1 else [*values, *values], n=4, method="inclusive")
         return Spread(middle, low, high)
 
 

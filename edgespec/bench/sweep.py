@@ -260,12 +260,6 @@ def threshold(costs: Costs, width: int = 4) -> str:
     return f"on this machine a pass over {width} tokens costs {_passes(costs, width):.2f} plain ones, {price}: {limit}"
 
 
-def typical_width(drafted: Side) -> int:
-    """Tokens in an average verifying pass of rounds that drafted; 4 where none did."""
-    widths = [record.width for run in drafted.runs for record in run.rounds if record.drafted_tokens]
-    return round(fmean(widths)) if widths else 4
-
-
 def changes(costs: Costs) -> str:
     """What would have to change, one thing at a time, to reach the next round speedup."""
     speedup, length = costs.best()
@@ -317,7 +311,8 @@ def reasons(costs: Costs, plain: Side, drafted: Side) -> Iterator[str]:
     has_drafted = drafted.total("drafted_tokens") > 0
     if has_drafted:
         yield balance(plain, drafted)
-    yield threshold(costs, typical_width(drafted))
+    widths = [record.width for run in drafted.runs for record in run.rounds if record.drafted_tokens]
+    yield threshold(costs, round(fmean(widths)) if widths else 4)
     if has_drafted:
         yield changes(costs)
 

@@ -91,12 +91,9 @@ def _announce(url: str) -> None:
     """One line on standard output once the server answers: text for a person, JSON for a program."""
     from edgespec import __version__
 
-    line = {"event": "listening", "url": url, "pid": os.getpid(), "version": __version__}
-    click.echo(
-        f"Listening on {url}, a page for people and APIs for programs (Ctrl-C stops)"
-        if sys.stdout.isatty()
-        else json.dumps(line)
-    )
+    person = f"Listening on {url}, a page for people and APIs for programs (Ctrl-C stops)"
+    program = {"event": "listening", "url": url, "pid": os.getpid(), "version": __version__}
+    click.echo(person if sys.stdout.isatty() else json.dumps(program))
     sys.stdout.flush()
 
 

@@ -206,6 +206,9 @@ def report_progress(text: str) -> None:
 def stops(cancel: Callable[[], None]) -> Iterator[threading.Event]:
     """Within the block, Ctrl-C calls `cancel` instead of raising, and sets the event, at which the block looks and does
     not wait for it: the handler runs in its thread. A second one raises KeyboardInterrupt.
+
+    `cancel` is called from a thread of its own, too: Python runs handlers of signals only when a library's call
+    returns, and a pass over a long prompt may take half a minute.
     """
     interruption = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -218,20 +221,6 @@ def stops(cancel: Callable[[], None]) -> Iterator[threading.Event]:
         interruption.set()
         cancel()
 
-    previous = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        with _called_at_once(cancel):
-            yield interruption
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
-@contextmanager
-def _called_at_once(cancel: Callable[[], None]) -> Iterator[None]:
-    """Within the block, Ctrl-C calls `cancel` from a thread of its own, during a library's call too.
-
-    Python runs handlers of signals only when such a call returns, and a pass over a long prompt may take half a minute.
-    """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 
@@ -243,10 +232,12 @@ def _called_at_once(cancel: Callable[[], None]) -> Iterator[None]:
     listener = threading.Thread(target=listen, name="ctrl-c", daemon=True)
     with reader, writer:
         listener.start()
-        previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        handler = signal.signal(signal.SIGINT, on_interrupt)
+        descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         try:
-            yield
+            yield interruption
         finally:
-            signal.set_wakeup_fd(previous)
+            signal.set_wakeup_fd(descriptor)
+            signal.signal(signal.SIGINT, handler)
             writer.close()
             listener.join()
