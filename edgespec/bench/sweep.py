@@ -193,11 +193,6 @@ class Costs:
         return max((1.0, 0), *((self.expected(length), length) for length in range(1, _MOST_DRAFTED + 1)))
 
     @property
-    def ceiling(self) -> float:
-        """Speedup of the best length if every token were accepted."""
-        return max(expected_speedup(1.0, length, self.round_s, self.token_s) for length in range(_MOST_DRAFTED + 1))
-
-    @property
     def pays_from(self) -> float | None:
         """The acceptance from which drafting pays off; None if it never does."""
         return _least(lambda rate: replace(self, acceptance=rate, drafting=1.0), 1.0, 0.0, 1.0)
@@ -256,7 +251,8 @@ def threshold(costs: Costs, width: int = 4) -> str:
     price = f"a drafted token {token:.2f}" if token >= 0.005 else "a lookup nothing"
     limit = "drafting would not pay off even if every token were accepted"
     if costs.pays_from is not None:
-        limit = f"drafting pays off above {costs.pays_from:.0%} acceptance and gains at most {costs.ceiling:.2f}x"
+        most = replace(costs, acceptance=1.0, drafting=1.0).best()[0]
+        limit = f"drafting pays off above {costs.pays_from:.0%} acceptance and gains at most {most:.2f}x"
     return f"on this machine a pass over {width} tokens costs {_passes(costs, width):.2f} plain ones, {price}: {limit}"
 
 
@@ -293,16 +289,11 @@ def _flattened(costs: Costs, share: float) -> list[float]:
 
 def _least(changed: Callable[[float], Costs], goal: float, low: float, high: float) -> float | None:
     """The least value between `low` and `high` at which the best length gains more than `goal`; None: not even high."""
-
-    def gains(value: float) -> bool:
-        costs = changed(value)
-        return max(costs.expected(length) for length in range(1, _MOST_DRAFTED + 1)) > goal
-
-    if not gains(high):
+    if changed(high).best()[0] <= goal:
         return None
     for _ in range(20):
         middle = (low + high) / 2
-        low, high = (low, middle) if gains(middle) else (middle, high)
+        low, high = (low, middle) if changed(middle).best()[0] > goal else (middle, high)
     return high
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -229,7 +228,7 @@ def _fetched() -> str | None:
         f"No model named. {entry.description} (about {size:.0f} MB, {entry.licence}) is small: it talks about "
         "anything and knows little; without it, the demo answers, which knows restaurants, travel and the like."
     )
-    click.echo(click.wrap_text(offer, shutil.get_terminal_size().columns), err=True)
+    click.echo(offer, err=True)
     if not click.confirm(f"Get {FIRST}?", default=True, err=True):
         disk_cache.put("asked", _KEY, False)
         note(f"edgespec pull {FIRST} gets it later")
