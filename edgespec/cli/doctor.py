@@ -118,11 +118,7 @@ def _damaged_models() -> Iterator[str]:
 
 
 def _is_installed(package: str) -> bool:
-    try:
-        metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return any(True for _ in metadata.distributions(name=package))
 
 
 def verdict(report: dict[str, Any]) -> str:
