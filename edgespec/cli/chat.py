@@ -87,8 +87,7 @@ def _run(chat: Chat, saved: SavedChat | None, first: str | None) -> int:
             else:
                 message, is_command = read_message(read_line)
             if is_command:
-                if not run_slash(chat, message):
-                    return code
+                run_slash(chat, message)
             elif message.strip():
                 chat.say(message)
             if saved is not None:

@@ -32,12 +32,8 @@ class Command(NamedTuple):
     run: Callable[[Chat, str], None]
 
 
-class _Leave(Exception):
-    """The user asked to leave."""
-
-
-def run_slash(chat: Chat, line: str) -> bool:
-    """Run one command line; False when the chat shall end. Raises ConfigError, StateError."""
+def run_slash(chat: Chat, line: str) -> None:
+    """Run one command line. Raises ConfigError, StateError, and EOFError for the one that leaves."""
     name, _, argument = line.partition(" ")
     name = _ALIASES.get(name, name)
     if name not in COMMANDS:
@@ -46,11 +42,7 @@ def run_slash(chat: Chat, line: str) -> bool:
     command = COMMANDS[name]
     if not argument.strip() and " " in command.usage and "[" not in command.usage:
         raise ConfigError(f"{name} alone does nothing; {command.usage}: {command.help}")
-    try:
-        command.run(chat, argument.strip())
-    except _Leave:
-        return False
-    return True
+    command.run(chat, argument.strip())
 
 
 def _nearest(name: str) -> str:
@@ -223,7 +215,7 @@ def file_text(name: str, source: str) -> str:
 
 
 def _exit(chat: Chat, argument: str) -> None:
-    raise _Leave
+    raise EOFError
 
 
 def _table(rows: list[tuple[str, ...]]) -> None:
