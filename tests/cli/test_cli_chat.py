@@ -344,11 +344,3 @@ def test_ctrl_z_at_the_prompt_gives_the_shell_back(target_path, private_home):
         terminal.wait_for(ASKING)
         terminal.type("\x04")
         terminal.wait_for("all over")
-
-
-def test_a_message_that_never_fits_is_refused_and_removed(model, tmp_path):
-    path = tmp_path / "saved.json"
-    result = chat([*model, "-c", "64"], "word " * 200, "hello", f"/save {path}")
-    assert result.exit_code == 2
-    assert "the message alone makes a prompt of" in result.stderr
-    assert asked(path) == ["hello"]

@@ -126,7 +126,6 @@ def test_a_folder_with_a_manifest_can_be_added(tmp_path: Path):
         (("rm", ".."), "'..' is not a valid name"),
         (("pull", "no-such-model"), "is not a known model"),
         (("pull", "qwen3-8b", "--draft", "qwen3-0.6b", "--no-draft"), "contradict each other"),
-        (("chat", "qwen3-8b"), "edgespec pull qwen3-8b fetches it"),
         (("generate", "Qwen/Qwen3-8B-GGUF", "-p", "x"), "edgespec pull Qwen/Qwen3-8B-GGUF fetches it"),
         (("pair", "nothing-like-it"), "no model 'nothing-like-it'"),
     ],

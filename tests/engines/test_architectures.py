@@ -11,11 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="tiny models are written by the package gguf: scripts/run.py install export")
-
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.base import Engine
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx import OnnxEngine
@@ -26,19 +23,15 @@ from edgespec.engines.onnx.source import readable_model
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.onnx.llama_config import WRITABLE
-from edgespec.installation import has_engine
-from edgespec.kernels.library import library_path
-from edgespec.types import Batch, Logits, packed
+from edgespec.types import Batch, packed
+from needs import NEEDS_KERNELS, NEEDS_LLAMA
 from tiled import bits
 from tiny_architectures import CASES, LONG, hub_model, with_halves, write
-from tiny_graphs import mean_kl, tiny_files
+from tiny_graphs import mean_kl, scored, tiny_files
 from tiny_mixtures import CASES as MIXTURES
 from tiny_mixtures import write as write_mixture
 
-pytestmark = pytest.mark.skipif(
-    library_path() is None, reason="the kernels are not built: scripts/run.py test builds them"
-)
-NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="compares with llama.cpp, which is not installed")
+pytestmark = NEEDS_KERNELS
 IDS = np.random.default_rng(5).integers(3, 250, 400).tolist()
 # Phi's factors of longer contexts than it was trained for have names of their own.
 NAMES = [*CASES, "phi4-long"]
@@ -69,12 +62,6 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def use(name: str) -> dict[str, Any]:
     return {"threads": 1, "context_length": 512 if name.endswith("-long") else 192}
-
-
-def scored(engine: Engine, ids: list[int], step: int) -> Logits:
-    """Logits of all tokens [n, vocabulary] in passes of `step` rows."""
-    engine.rollback(0)
-    return np.concatenate([engine.forward(Batch.chain(ids[at : at + step])).copy() for at in range(0, len(ids), step)])
 
 
 def test_all_that_run_are_compared() -> None:

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,20 +144,6 @@ def test_tensors_go_where_their_names_say(tiny_path, caplog):
         load(tiny_path, overrides=(("blk", "Vulkan77"),))
     with pytest.raises(ConfigError, match="knows no such expressions"):
         load(tiny_path, overrides=(("(?P<name>blk)", "CPU"),))
-
-
-def test_facts_are_what_the_file_holds(tiny_path):
-    with load(tiny_path, context_length=None, max_sequences=2) as engine:
-        shape = Shape()
-        values = 2 * shape.layers * shape.width // shape.heads * shape.kv_heads
-        assert engine.facts.architecture == "llama"
-        assert engine.facts.context_length == shape.context
-        assert engine.facts.can_rollback
-        assert engine.facts.max_branches
-        assert engine.facts.threads == TEST_THREADS
-        assert 0.9 * tiny_path.stat().st_size < engine.facts.weight_bytes < tiny_path.stat().st_size
-        assert 2 * values <= engine.facts.kv_bytes_per_token <= 2 * values + 64
-        assert engine.length(0) == engine.length(1) == 0
 
 
 @pytest.mark.parametrize("kind", ["f32", "bf16", "q8_0", "q4_0"])
@@ -319,8 +307,25 @@ def test_cancel_ends_a_pass_in_the_middle(slow_path):
         np.testing.assert_array_equal(engine.forward(batch), expected)
 
 
+@contextmanager
+def struck(engine: LlamaCppEngine, number: int = 1) -> Iterator[None]:
+    """Ctrl-C right after this pass of the library."""
+    decode, passes = engine._decode, list[int]()
+
+    def decoding(*rows: Any) -> int:
+        passes.append(decode(*rows))
+        if len(passes) == number:
+            raise KeyboardInterrupt
+        return passes[-1]
+
+    engine._decode = decoding
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    engine._decode = decode
+
+
 @pytest.mark.parametrize("is_tree", [False, True])
-def test_an_interrupt_right_after_a_pass_leaves_a_usable_cache(tiny_path, monkeypatch, is_tree):
+def test_an_interrupt_right_after_a_pass_leaves_a_usable_cache(tiny_path, is_tree):
     draft = Draft(np.array([1, 2, 3], np.int32), np.array([-1, 0, -1], np.int32), np.ones(3, np.float32))
     batch = Batch.tree(9, draft) if is_tree else Batch.chain([9])
     with load(tiny_path, reproducible=not is_tree) as engine:
@@ -328,50 +333,25 @@ def test_an_interrupt_right_after_a_pass_leaves_a_usable_cache(tiny_path, monkey
         chain(engine, prompt)
         expected = engine.forward(batch).copy()
         engine.rollback(20)
-        decode = engine._decode
-
-        def struck(*given) -> int:
-            decode(*given)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(engine, "_decode", struck)
-        with pytest.raises(KeyboardInterrupt):
+        with struck(engine):
             engine.forward(batch)
-        monkeypatch.undo()
         assert engine.length() == 20
         np.testing.assert_array_equal(engine.forward(batch), expected)
 
 
 @pytest.mark.parametrize("reader", ["save", "fork"])
-def test_what_an_interrupted_pass_left_is_not_passed_on(tiny_path, monkeypatch, reader):
+def test_what_an_interrupted_pass_left_is_not_passed_on(tiny_path, reader):
     with load(tiny_path, max_sequences=2) as engine:
         chain(engine, range(20))
         expected = chain(engine, [7, 8])
         engine.rollback(20)
-        decode = engine._decode
-
-        def struck(*given) -> int:
-            decode(*given)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(engine, "_decode", struck)
-        with pytest.raises(KeyboardInterrupt):
+        with struck(engine):
             chain(engine, [1, 2, 3])
-        monkeypatch.undo()
         if reader == "save":
             engine.load_state(engine.save_state(0), 1)
         else:
             engine.fork(0, 1)
         np.testing.assert_allclose(chain(engine, [7, 8], 1), expected, atol=0.05 * expected.std())
-
-
-def test_a_failure_of_the_library_keeps_its_reason(tiny_path):
-    with load(tiny_path) as engine:
-        chain(engine, [1, 2, 3])
-        engine._rows.positions[:] = 0
-        engine._rows.fill = lambda *_: None  # rows that contradict the cache, as a bug of ours would send
-        with pytest.raises(EngineError, match=r"result -1.*position"):
-            engine.forward(Batch.chain([1]))
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -381,20 +361,8 @@ def test_a_recurrent_model_goes_on_after_an_interrupted_pass(tmp_path, number):
         ids, options = list(range(5, 15)), GenerateOptions(max_tokens=8, ignore_eos=True)
         expected = model.generate(ids, Sampling(), options)
         model.forget()
-        engine, passes = model.target, list[Any]()
-        assert isinstance(engine, LlamaCppEngine)
-        decode = engine._decode
-
-        def interrupted(*rows):
-            passes.append(decode(*rows))
-            if len(passes) == number:
-                raise KeyboardInterrupt
-            return passes[-1]
-
-        engine._decode = interrupted
-        with pytest.raises(KeyboardInterrupt):
+        with struck(model.target, number):
             model.generate(ids, Sampling(), options)
-        engine._decode = decode
         found = model.generate([*ids, *expected.token_ids[:4]], Sampling(), replace(options, max_tokens=4))
         assert found.token_ids == expected.token_ids[4:]  # read at once, so that only rounding may differ
         np.testing.assert_allclose(found.logprobs, expected.logprobs[4:], atol=1e-4)
