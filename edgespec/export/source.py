@@ -145,7 +145,7 @@ def of_folder(source: Source) -> SourceModel:
 
 def _num_parameters(checkpoint: Checkpoint) -> int:
     """Without a head that is tied to the embeddings."""
-    sizes = {name: math.prod(checkpoint.shape(name)) for name in checkpoint.names()}
+    sizes = {name: math.prod(checkpoint.tensors[name].shape) for name in checkpoint.tensors}
     if not sizes:
         raise ModelFileError(f"{checkpoint.folder} has no tensors")
     if is_tied(checkpoint.architecture, checkpoint.config) and len(sizes) > 1:

@@ -24,16 +24,13 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.heads import read_head
 from edgespec.generation.decode import speculative
-from edgespec.generation.run_state import Run
 from edgespec.loading.drafts import find_aim, rank
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.plan import planned
 from edgespec.sampling.acceptance import RULES
-from edgespec.sampling.sampler import Sampler
-from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch
 from gguf_heads import assert_plan_is_what_it_takes
-from lossless import assert_same_text, assert_several_draft_apart, assert_window_changes_no_text
+from lossless import assert_same_text, assert_several_draft_apart, assert_window_changes_no_text, run_of
 from needs import NEEDS_KERNELS
 from tiny_dflash import LAYERS, MASK_ID, NUM_TOKENS, TARGET, WIDTH, HeadShape, write_dflash
 from tiny_gguf import matrices, write_model
@@ -145,8 +142,8 @@ def test_after_many_rejected_drafts_the_head_knows_the_text_and_nothing_else(
     with LlamaCppEngine.load(target_path, **load) as target, target.load_head(head_path) as head:
         drafter, cached = DFlashDrafter(head, WINDOW), CachedSequence(target)
         cached.keep_features(True)
-        prompt, stop = np.arange(40, 60, dtype=np.int32), StopRules(frozenset(), (), 60)
-        run = Run(cached, prompt, Sampler(Sampling(temperature=0.8, seed=5), NUM_TOKENS), stop, logprobs=False)
+        prompt = range(40, 60)
+        run = run_of(cached, Sampling(temperature=0.8, seed=5), 60, prompt, logprobs=False)
         events = list(speculative(run, FixedLength(drafter, 5), RULES["coupled"]))
         assert run.stats.drafted_tokens - run.stats.accepted_tokens > 100
         text = np.array([*prompt, *(event.token_id for event in events)], np.int32)[: head.end]

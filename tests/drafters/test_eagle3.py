@@ -13,6 +13,7 @@ import pytest
 
 import edgespec
 from demo import DEMO, TEST_THREADS
+from eagle_definition import layer
 from edgespec.config.values import EngineName
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.trial import Trial
@@ -33,7 +34,6 @@ from lossless import assert_same_text, assert_several_draft_apart, assert_window
 from needs import NEEDS_KERNELS
 from tiny_gguf import Shape, write_model
 from tiny_head import HEADS, KV_HEADS, LAYERS, TARGET, WIDTH, head_tensors, write_head
-from trainlib.eagle_definition import layer
 
 NAMES = {  # of a heads file, by those of a GGUF's layer
     **{f"{kind}_proj": f"attn_{kind}" for kind in "qkv"},
@@ -102,12 +102,6 @@ def test_layer_inputs_change_no_bit_of_the_logits(demo_target: LlamaCppEngine) -
         demo_target.rollback(0)
 
 
-@pytest.mark.parametrize("layers", [(9,), (0, -1), (400,)])
-def test_a_layer_that_is_not_there_is_refused(demo_target: LlamaCppEngine, layers: tuple[int, ...]) -> None:
-    with pytest.raises(CapabilityError, match=r"this model has 0\.\.8"):
-        demo_target.read_layers_alone(layers)
-
-
 # -- the head itself
 
 
@@ -127,10 +121,9 @@ def definition(states: np.ndarray, start: int = 0) -> tuple[np.ndarray, np.ndarr
         rope_theta=10000.0,
         norm_eps=1e-5,
         layers=(0, 1, 3),
-        generation=3,
     )
     embedded = own["token_embd"][TOKENS[start + 1 : start + 1 + len(states)]]
-    after, last = layer(manifest, arrays, states, embedded, np.tri(len(states), dtype=np.bool_))
+    after, last = layer(manifest, arrays, states, embedded, np.tri(len(states), dtype=np.bool_), is_third=True)
     return after, last @ own["output"].T
 
 

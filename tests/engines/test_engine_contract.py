@@ -23,7 +23,7 @@ from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, StateError
 from edgespec.kernels.library import library_path
 from edgespec.types import Batch, Draft, Logits
-from gpu import is_software, needs_gpu
+from needs import is_software, needs_gpu
 from rpc import idle, needs_rpc, started
 from table_engine import TableEngine
 

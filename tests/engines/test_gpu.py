@@ -21,7 +21,7 @@ from edgespec.engines.llamacpp.library import library, logger
 from edgespec.engines.model_use import ModelUse
 from edgespec.errors import CapabilityError
 from edgespec.types import Batch
-from gpu import needs_gpu
+from needs import needs_gpu
 
 CONTEXT = 512
 QUESTION = "I need a cheap place to eat Italian food in San Jose tonight."

@@ -34,6 +34,7 @@ from edgespec.errors import (
     Cancelled,
     CapabilityError,
     ConfigError,
+    ContextFull,
     EngineError,
     PromptError,
     StateError,
@@ -172,6 +173,32 @@ def test_a_tree_of_too_many_branches_is_refused(tiny_path):
         with pytest.raises(BatchError, match="9 side branches"):
             engine.forward(Batch.tree(1, star))
         assert chain(engine, [1, 2]).shape == (2, engine.vocabulary.size)
+
+
+def test_trees_of_other_sequences_keep_and_leave_their_branches(tiny_path, monkeypatch):
+    """A tree that waits keeps its ids; one whose pass failed does not."""
+    star = Draft(np.arange(3, dtype=np.int32), np.full(3, -1, np.int32), np.ones(3, np.float32))
+
+    def on(sequence: int) -> Batch:
+        return Batch.tree(1, star, sequence=sequence)
+
+    with load(tiny_path, max_branches=4, max_sequences=3) as engine:
+        for sequence in range(3):
+            chain(engine, [5, 6, 7 + sequence], sequence)
+        expected = chain(engine, [1, 1])[1]
+        engine.rollback(3)
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "_decode", lambda *_: 1)
+            with pytest.raises(ContextFull):
+                engine.forward(on(2))
+        found = engine.forward(on(0)).copy()
+        engine.forward(on(1))
+        with pytest.raises(BatchError, match="room for 0"):
+            engine.forward(on(2))
+        engine.keep_path((0, 2))
+        np.testing.assert_allclose(found[2], expected, atol=0.02 * expected.std())
+        assert engine.forward(on(2)).shape == found.shape
+        assert engine.length() == 5 and engine.length(1) == engine.length(2) == 3
 
 
 def test_loading_is_quiet_and_lazy(tiny_path, capfd):

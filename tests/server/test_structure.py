@@ -229,6 +229,16 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_without_the_library_the_server_says_what_to_install(client: TestClient, service: Any, monkeypatch: Any):
+    from edgespec.sampling.constraint import library
+    from edgespec.sampling.constraint.state import Constraints
+
+    monkeypatch.setattr(service.require().model, "_constraints", Constraints())
+    monkeypatch.setattr(library, "is_importable", lambda name: False)
+    answered = client.post(CHAT, json={"messages": QUESTION, "response_format": FORMAT})
+    assert answered.status_code == 501 and "needs llguidance" in answered.json()["error"]["message"]
+
+
 def test_half_a_surrogate_pair_in_an_argument_is_sent_as_an_escape() -> None:
     arguments = {"x": json.loads('"smile \\ud83d"')}
     assert json.loads(compact(arguments)) == arguments and compact(arguments).encode()

@@ -38,7 +38,7 @@ class Cells:
         self._last_position = llama.llama_memory_seq_pos_max
         self._branch_ids = range(settings.max_sequences, settings.sequence_ids)
         self._has_streams, self._keeps_state = settings.streams, settings.keeps_state
-        self._lengths = book.lengths
+        self._book, self._lengths = book, book.lengths
         self._branches: Branches = {}  # of unsettled trees
 
     def prepare(self, placed: dict[int, SequenceRows]) -> Branches:
@@ -52,7 +52,9 @@ class Cells:
             raise CapabilityError(
                 "this model was loaded for chains only: trees need a cache that rolls back, and reproducible=False"
             )
-        held = {branch for sequence in self._branches.keys() - placed.keys() for branch in self._side_ids(sequence)}
+        for sequence in [each for each in self._branches if not self._book.is_unsettled(each)]:
+            self._drop_branches(sequence)  # of a pass that failed
+        held = {branch for rows in self._branches.values() for row in rows for branch in row}
         free = [branch for branch in self._branch_ids if branch not in held]
         if sum(needed.values()) > len(free):
             raise BatchError(
@@ -68,18 +70,13 @@ class Cells:
                 self._copy(self._memory, sequence, branch, -1, END)
         return {sequence: self._branches[sequence] for sequence in trees}
 
-    def _side_ids(self, sequence: int) -> set[int]:
-        """The branch ids of a sequence's unsettled tree."""
-        return {branch for row in self._branches.get(sequence, ()) for branch in row} - {sequence}
-
     def _drop_branches(self, sequence: int) -> None:
-        for branch in self._side_ids(sequence):
+        for branch in {branch for row in self._branches.get(sequence, ()) for branch in row} - {sequence}:
             self._remove(self._memory, branch, -1, END)
         self._branches.pop(sequence, None)
 
     def trim(self, sequence: int) -> None:
         """Remove what an unfinished pass added to a sequence."""
-        self._drop_branches(sequence)
         length = self._lengths[sequence]
         if self._last_position(self._memory, sequence) < length:
             return

@@ -30,7 +30,7 @@ from edgespec.formats.head_file import PROJECT, HeadFile
 from edgespec.formats.onnx.eagle import EagleConfig
 from edgespec.formats.onnx.graph import MemoryWriter, Nodes
 from edgespec.formats.onnx.llama import llama_graph
-from edgespec.formats.onnx.tiles import DOMAIN, NORM, Tiles, q8_0
+from edgespec.formats.onnx.tiles import Tiles, q8_0
 from edgespec.kernels import interface
 from edgespec.kernels.library import library_path, why_missing
 from edgespec.types import Logits, TokenIds
@@ -59,7 +59,7 @@ class HeadText:
         """Raises ModelFileError where the rows of the heads' vocabulary are all zero, or too large to be scaled."""
         manifest = heads.manifest
         self._columns, self._num_inputs = columns_of(heads, given_layers), len(manifest.layers)
-        self._is_projected, self._embedding = PROJECT in heads.arrays, heads.embedding
+        self._is_projected = PROJECT in heads.arrays
         self.feature_width = manifest.feature_size // (len(manifest.layers) + 1) * (len(given_layers) + 1)
         # The rows of the head are the input embeddings too, scaled to unit size; a token without one is zero.
         with np.errstate(over="ignore"):
@@ -70,8 +70,7 @@ class HeadText:
                 "(scripts/train/heads.py), or leave them out"
             )
         self._size, self._scale = np.float32(1.0 / size), np.float32(manifest.scale)
-        is_read = heads.embedding is None or heads.frequent is not None
-        self._rows = heads.vocabulary[: None if is_read else 0].astype(np.float16)
+        self._rows = heads.vocabulary.astype(np.float16)
         self._token_ids = heads.token_ids
         self._frequent = np.arange(heads.token_ids.size) if heads.frequent is None else heads.frequent
         self._slots = np.full(vocabulary_size, -1, np.int32)
@@ -128,8 +127,6 @@ class HeadText:
 
     def embed(self, token_ids: TokenIds) -> States:
         """Input rows [n, hidden size] of `token_ids` [n]."""
-        if self._embedding is not None:
-            return self._embedding.rows(token_ids)
         slots = self._slots[token_ids]
         rows: States = self._rows[slots].astype(np.float32) * self._size
         rows[slots < 0] = 0.0
@@ -157,7 +154,7 @@ class HeadText:
     @property
     def num_bytes(self) -> int:
         arrays = self._rows, self._slots, self._is_known, self._row, self._ids
-        return sum(array.nbytes for array in arrays) + (self._embedding.num_bytes if self._embedding else 0)
+        return sum(array.nbytes for array in arrays)
 
 
 def columns_of(heads: HeadFile, given_layers: tuple[int, ...]) -> NDArray[np.intp] | None:
@@ -236,9 +233,6 @@ class HeadLayer(Source):
 
     def graph(self, cells: int = 0) -> Any:
         sizes, self._data = self._heads.manifest, MemoryWriter()
-        halves = np.arange(0, sizes.head_dim, 2, dtype=np.float32) / np.float32(sizes.head_dim)
-        own = self._heads.arrays.get("frequencies")
-        divisors = () if own is None else tuple((np.float32(sizes.rope_theta) ** -halves / own).tolist())
         config = EagleConfig(
             hidden_size=sizes.hidden_size,
             intermediate_size=sizes.ffn,
@@ -250,9 +244,6 @@ class HeadLayer(Source):
             max_positions=max(cells, 1),
             norm_epsilon=sizes.norm_eps,
             rope_theta=sizes.rope_theta,
-            rope_divisors=divisors,
-            is_fused=sizes.generation == 3,
-            norms_residual=sizes.norms_residual,
         )
         return llama_graph(config, self._data, lambda nodes: Tiles(self._weights, nodes))
 
@@ -260,11 +251,11 @@ class HeadLayer(Source):
 class EagleHead(KernelHead):
     """One text's view of the layer. Make it with `load_eagle`."""
 
-    def __init__(self, engine: KernelEngine, text: HeadText, fuse: _Graph | None) -> None:
+    def __init__(self, engine: KernelEngine, text: HeadText, projection: _Graph | None) -> None:
         super().__init__(engine)
-        self._text, self._fuse = text, fuse
+        self._text, self._projection = text, projection
         width = self.facts.width // 2  # a pair is a state and an embedding
-        own = self.facts.num_bytes + text.num_bytes + (0 if fuse is None else fuse.num_bytes)
+        own = self.facts.num_bytes + text.num_bytes + (0 if projection is None else projection.num_bytes)
         self.facts = replace(self.facts, feature_width=text.feature_width, width=width, num_bytes=own)
 
     def follow(self, token_ids: TokenIds) -> None:
@@ -273,9 +264,9 @@ class EagleHead(KernelHead):
     def encode(self, features: States) -> States:
         self._check_features(features)
         found = self._text.read(features)
-        if self._fuse is None:
+        if self._projection is None:
             return found
-        return self._fuse.run(features=found[:, : self._fuse.widths["features"]])[0]  # EAGLE-3's lack the last state
+        return self._projection.run(features=found)[0]
 
     def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
         scores, state = super().decode(token_ids, states)
@@ -356,16 +347,12 @@ class _Graph:
             return [found[0] for found in self._session.run(None, given, self._options)]
 
 
-def _fuse(heads: HeadFile, weights: HeadTiles, matrix: str) -> _Graph:
-    """What makes one state of several of the target's: a matrix, in EAGLE-3 behind a norm."""
-    sizes, data = heads.manifest, MemoryWriter()
-    nodes, value = Nodes(data), "features"
-    if sizes.norms_features:
-        weight = nodes.store("feature_norm", heads.arrays["feature_norm"])
-        nodes.add(NORM, [value, weight], [value := "normed"], "Norm", domain=DOMAIN, epsilon=sizes.norm_eps)
-    Tiles(weights, nodes).product("/fuse/MatMul", value, [f"model.{matrix}.weight"], "states")
-    width = weights.shape(f"model.{matrix}.weight")[1]
-    return _Graph(nodes, data, {"features": width}, {"states": sizes.hidden_size})
+def _projection(heads: HeadFile, weights: HeadTiles) -> _Graph:
+    """The matrix that makes one state of several of the target's."""
+    data = MemoryWriter()
+    nodes = Nodes(data)
+    Tiles(weights, nodes).product("/project/MatMul", "features", [f"model.{PROJECT}.weight"], "states")
+    return _Graph(nodes, data, {"features": heads.manifest.feature_size}, {"states": heads.manifest.hidden_size})
 
 
 def _medusa(heads: HeadFile, weights: HeadTiles) -> _Graph:
@@ -419,7 +406,7 @@ def load_eagle(
     threads: int = THREADS,
     kind: str = "Q8_0",
 ) -> EagleHead:
-    """The layer of `heads` of the kind eagle, of either generation, for a target with this `vocabulary`.
+    """The layer of `heads` of the kind eagle, for a target with this `vocabulary`.
 
     `given_layers`: as of `HeadText`; `kind`: of weights, F32 to compare with. Raises CapabilityError without the
     kernels, or for a size that they do not have, ModelFileError for weights that are no use.
@@ -431,13 +418,12 @@ def load_eagle(
             f"these heads have {sizes.head_dim} values in a head of attention; allowed: multiples of 16"
         )
     text = HeadText(heads, vocabulary.size, given_layers)
-    matrix = "fc" if sizes.generation == 3 else PROJECT if sizes.is_projected else ""
     weights = HeadTiles(heads, kind)
     source = HeadLayer(heads, weights)
     graph = read_graph(source, cells=context_length, hidden_states=True)
     use = ModelUse(context_length, threads=threads, max_sequences=sequences, provider="cpu")
     settings = OnnxSettings.checked(graph, source.config(), use)
-    fuse = _fuse(heads, weights, matrix) if matrix else None
+    projection = _projection(heads, weights) if sizes.is_projected else None
     engine = KernelEngine(source, graph, settings, source.config(), vocabulary)
     source.forget()
-    return EagleHead(engine, text, fuse)
+    return EagleHead(engine, text, projection)

@@ -48,7 +48,7 @@ class _HeadReader(Reader):
 class EagleReader(_HeadReader):
     def _config(self, sizes: Sizes, tensors: Tensors) -> LlamaConfig:
         is_normed = bool(self._number("norm_before_residual", 0))
-        return EagleConfig(**self._settings(sizes, tensors), is_fused=True, norms_residual=is_normed)
+        return EagleConfig(**self._settings(sizes, tensors), norms_residual=is_normed)
 
 
 class BlockReader(_HeadReader):

@@ -15,23 +15,16 @@ which the tensor `d2t` lists.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.formats.gguf.check import HeadKind, check_gguf, head_kind, is_gemma4_drafter, main_layers
+from edgespec.formats.gguf.check import HEAD_NAMES, HeadKind, check_gguf, head_kind, is_gemma4_drafter, main_layers
 from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, Scalar, TensorInfo, Value, read_header
 
 HeadForm = Literal["eagle3", "dflash", "mtp", "gemma4"]
-NAMES: Mapping[HeadForm, str] = {
-    "eagle3": "EAGLE-3 head",
-    "dflash": "DFlash head",
-    "mtp": "multi-token prediction layer",
-    "gemma4": "Gemma 4 drafter",
-}
-EAGLE3 = "eagle3"  # the architecture
 EAGLE3_LAYERS = 3  # of the target that an EAGLE-3 head reads: llama.cpp knows no other number
 GEMMA4 = "gemma4"  # the architecture of the targets
 HALF_BYTES = 2  # per cached number
@@ -371,5 +364,6 @@ class _Reader:
         return value
 
     def _wrong(self, reason: str) -> ModelFileError:
-        what = NAMES[self._form] if self._form else "draft head"
+        kind = head_kind(self._header)
+        what = "draft head" if kind is None else HEAD_NAMES[kind].partition(" ")[2]
         return ModelFileError(f"{self._path} is not a usable {what}: {reason}. Download or export it again")

@@ -63,14 +63,14 @@ def llama_graph(
 def _kernel_graph(config: LlamaConfig) -> type[KernelGraph]:
     """The writer of a model's architecture; those of others than Llama's family extend `KernelGraph`."""
     from edgespec.formats.onnx.dflash import BlockChain, BlockConfig, BlockEncoder, BlockGraph
-    from edgespec.formats.onnx.eagle import EagleConfig, EagleEncoder, EagleGraph
+    from edgespec.formats.onnx.eagle import Eagle3Graph, EagleConfig, EagleEncoder, EagleGraph
     from edgespec.formats.onnx.gemma4 import Gemma4Config, Gemma4DrafterGraph, Gemma4Graph
     from edgespec.formats.onnx.hybrid import ExpertsGraph, HybridConfig, HybridGraph, NextnGraph
 
     if isinstance(config, HybridConfig):
         return NextnGraph if config.is_nextn else HybridGraph
     if isinstance(config, EagleConfig):
-        return EagleEncoder if config.part else EagleGraph
+        return EagleEncoder if config.part else Eagle3Graph if config.feature_size else EagleGraph
     if isinstance(config, BlockConfig):
         return {"": BlockGraph, "encoder": BlockEncoder, "chain": BlockChain}[config.part]
     if isinstance(config, Gemma4Config):

@@ -68,7 +68,7 @@ def test_names_without_their_first_part(tmp_path: Path):
     folder = write_checkpoint(tmp_path / "hf", "gpt2")
     convert(folder, tmp_path / "full.gguf", "f32", name="x")
     checkpoint = Checkpoint.open(folder)
-    bare = {name.removeprefix("transformer."): checkpoint.weights(name) for name in checkpoint.names()}
+    bare = {name.removeprefix("transformer."): checkpoint.weights(name) for name in checkpoint.tensors}
     write_safetensors(folder / "model.safetensors", bare | {"h.0.attn.bias": np.ones((1, 1, 8, 8), np.float32)})
     convert(folder, tmp_path / "bare.gguf", "f32", name="x")
     assert np.array_equal(logits(tmp_path / "full.gguf"), logits(tmp_path / "bare.gguf"))
@@ -121,7 +121,7 @@ def test_what_llama_cpp_would_compute_differently_is_refused(
 def rewrite(folder: Path, **changes: Any) -> None:
     """Replace tensors of a folder; None leaves one out."""
     checkpoint = Checkpoint.open(folder)
-    weights = {name: checkpoint.weights(name) for name in checkpoint.names()}
+    weights = {name: checkpoint.weights(name) for name in checkpoint.tensors}
     found = {name: values for name, values in (weights | changes).items() if values is not None}
     write_safetensors(folder / "model.safetensors", found)
 
