@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from demo import DEMO, TEST_THREADS
+from edgespec.config.values import EngineName
 from edgespec.installation import has_engine
+from edgespec.kernels.library import library_path
 from hybrid_gguf import HybridShape, write_granite, write_lfm2, write_qwen35
 from tiny_gguf import Shape, write_model
 from tiny_onnx import write_concatenated_model
@@ -33,6 +35,15 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have llama.cpp run every GGUF in this process."""
     monkeypatch.setattr("edgespec.loading.requirements.library_path", lambda: None)
     monkeypatch.setattr("edgespec.loading.requirements.why_missing", lambda: "the kernels are not built")
+
+
+@pytest.fixture(params=["llamacpp", "onnx"], scope="module")
+def engine_name(request: pytest.FixtureRequest) -> EngineName:
+    """Of a GGUF: heads in GGUF run on both."""
+    if request.param == "onnx" and library_path() is None:
+        pytest.skip("the kernels are not built: scripts/run.py test builds them")
+    name: EngineName = request.param
+    return name
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, like the next one

@@ -13,7 +13,7 @@ from pathlib import Path
 from edgespec.config.table import did_you_mean
 from edgespec.errors import ConfigError, PromptError
 from edgespec.loading.drafts import PROMPTS
-from edgespec.platform.files import read_text
+from edgespec.platform.files import given_text
 from edgespec.runtime import Model
 from edgespec.vocabulary import Vocabulary
 
@@ -50,14 +50,12 @@ def built_in() -> Domains:
     return domains
 
 
-def with_random_text(found: Mapping[str, Sequence[BenchPrompt]], vocabulary: Vocabulary, seed: int) -> Domains:
+def with_random_text(found: Domains, vocabulary: Vocabulary, seed: int) -> Domains:
     """`found` plus prompts of random tokens, control tokens excluded."""
     rng = random.Random(f"{seed} made")
     printing = [token_id for token_id, piece in enumerate(vocabulary.pieces) if piece]
     texts = (vocabulary.decode(rng.choices(printing, k=_RANDOM_TOKENS)) for _ in range(NUM_RANDOM))
-    made = [BenchPrompt("random_text", text, is_raw=True) for text in texts]
-    domains = {name: list(prompts) for name, prompts in found.items()}
-    return domains | {"random_text": [*domains.get("random_text", []), *made]}
+    return {**found, "random_text": [BenchPrompt("random_text", text, is_raw=True) for text in texts]}
 
 
 def choose(
@@ -66,33 +64,29 @@ def choose(
     fits: Callable[[BenchPrompt], bool],
     *,
     one_each: bool = False,
-) -> list[BenchPrompt]:
+) -> tuple[list[BenchPrompt], int]:
     """The prompts that `fits` allows, of the domains in `names` (empty: of all), in turns; or the first one of each.
 
-    Raises ConfigError for an unknown domain, PromptError if no prompt is left.
+    Returns how many do not fit, too. Raises ConfigError for an unknown domain, PromptError if no prompt is left.
     """
     for name in names:
         if name not in domains:
             hint = did_you_mean(name, domains) or f"; known here: {', '.join(domains)}"
             raise ConfigError(f"--domain {name!r} is not known{hint}")
-    rows = [list(filter(fits, dict.fromkeys(domains[name]))) for name in dict.fromkeys(names) or domains]
-    longest = 1 if one_each else max(map(len, rows), default=0)
-    chosen = [row[index] for index in range(longest) for row in rows if index < len(row)]
+    rows = [list(dict.fromkeys(domains[name])) for name in dict.fromkeys(names) or domains]
+    fitting = [list(filter(fits, row)) for row in rows]
+    longest = 1 if one_each else max(map(len, fitting), default=0)
+    chosen = [row[index] for index in range(longest) for row in fitting if index < len(row)]
     if not chosen:
         raise PromptError(
             "no prompt fits the context together with its answer: give a larger --ctx-size or a smaller -n"
         )
-    return chosen
+    return chosen, sum(map(len, rows)) - sum(map(len, fitting))
 
 
 def read_prompts(path: Path) -> Domains:
-    """The prompts of a file, one per line. Raises PromptError."""
-    try:
-        lines = io.StringIO(read_text(path), newline=None)  # splitlines cuts at other marks, too
-    except OSError as exc:
-        raise PromptError(f"--prompts {path} cannot be read: {exc.strerror or exc}") from exc
-    except UnicodeDecodeError as exc:
-        raise PromptError(f"--prompts {path} is not UTF-8 text: {exc.reason} at byte {exc.start}") from exc
+    """The prompts of a file, one per line. Raises ConfigError, PromptError."""
+    lines = io.StringIO(given_text(path, "--prompts"), newline=None)  # splitlines cuts at other marks, too
     found = [BenchPrompt(OWN_DOMAIN, line.rstrip("\n")) for line in lines if line.strip()]
     if not found or path.suffix == ".jsonl":
         raise PromptError(f"--prompts {path} must be a text file with one prompt per line, none of them JSON")

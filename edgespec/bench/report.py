@@ -1,15 +1,14 @@
 """The result of a benchmark: one JSON object with stable keys, and the table and reasons that are made from it.
 
 A speedup is computed per trial, from two consecutive runs, and reported as median and quartiles. Units are seconds and
-bytes. None: unknown on this machine, or nothing to
-divide by.
+bytes. None: unknown on this machine, or nothing to divide by.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,12 +22,12 @@ from rich.console import Console
 from edgespec import __version__
 from edgespec.bench.runner import Measurement, Trial
 from edgespec.config.options import GenerateOptions, Sampling
+from edgespec.config.values import aligned
 from edgespec.errors import ConfigError
 from edgespec.platform.files import write_atomically
-from edgespec.reports import RoundRecord
 from edgespec.runtime import Model
 
-FORMAT = 3
+FORMAT = 4
 Report = dict[str, Any]
 Verdict = Literal["gains", "even", "loses", "unknown", "undrafted"]
 _NOTICEABLE = 0.02  # smaller relative differences count as equal, or those that plain decoding has from itself
@@ -48,9 +47,7 @@ class Spread:
     def of(values: Sequence[float]) -> Spread | None:
         if not values:
             return None
-        if len(values) == 1:
-            return Spread(values[0], values[0], values[0])
-        low, middle, high = quantiles(values, n=4, method="inclusive")
+        low, middle, high = quantiles(values if len(values) > 1 else [*values, *values], n=4, method="inclusive")
         return Spread(middle, low, high)
 
 
@@ -79,6 +76,10 @@ class Side:
         """Total tokens / total seconds, prefill included."""
         seconds = self.total("wall_s")
         return self.total("new_tokens") / seconds if seconds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return _ratio(self.total("accepted_tokens"), self.total("drafted_tokens"))
 
     def to_json(self) -> dict[str, Any]:
         spread = self.tokens_per_second
@@ -123,10 +124,6 @@ class Summary:
         return _ratio(self.speculative.whole_rate, self.standard.whole_rate) if self.has_drafted else None
 
     @property
-    def acceptance_rate(self) -> float | None:
-        return _ratio(self.speculative.total("accepted_tokens"), self.speculative.total("drafted_tokens"))
-
-    @property
     def mean_accepted_length(self) -> float | None:
         """Tokens per verifying target pass, the prefill's token excluded."""
         tokens = self.speculative.total("new_tokens") - len(self.trials)
@@ -154,7 +151,7 @@ class Summary:
             "speedup": self.speedup and asdict(self.speedup),
             "whole_answer_speedup": self.whole_speedup,
             "noise": self.noise and asdict(self.noise),
-            "acceptance_rate": self.acceptance_rate,
+            "acceptance_rate": self.speculative.acceptance_rate,
             "mean_accepted_length": self.mean_accepted_length,
             "standard": self.standard.to_json(),
             "speculative": self.speculative.to_json(),
@@ -184,8 +181,6 @@ def report_of(
     for trial in trials:
         by_domain[trial.task.prompt.domain].append(trial)
         by_prompt[trial.task.index].append(trial)
-    total = Summary(trials)
-    records = [record for run in total.speculative.runs for record in run.rounds]
     return {
         "format": FORMAT,
         "edgespec": __version__,
@@ -198,26 +193,9 @@ def report_of(
             len({run.token_ids for trial in found for run in (trial.speculative, trial.standard)}) == 1
             for found in by_prompt.values()
         ),
-        "total": total.to_json(),
+        "total": Summary(trials).to_json(),
         "domains": {name: Summary(found).to_json() for name, found in by_domain.items()},
-        "accepted_lengths": accepted_lengths(records),
-        "cost_curve": {str(width): s for width, s in enumerate(model.drafters.costs.curve.table()) if width},
-        "draft_token_s": draft_token_s(model),
     }
-
-
-def draft_token_s(model: Model) -> dict[str, float]:
-    """Seconds of a drafted token, by the name of each drafter that owns a model: a guess until answers taught it."""
-    pool = model.drafters
-    return {name: pool.costs.draft(name).token_s for name, each in pool.drafters.items() if each.engine is not None}
-
-
-def accepted_lengths(records: Iterable[RoundRecord]) -> dict[str, dict[str, int]]:
-    """Histogram of accepted tokens per round, by drafter; key "none": rounds without a draft."""
-    found: dict[str, Counter[int]] = defaultdict(Counter)
-    for record in records:
-        found[record.drafter or "none"][record.accepted_tokens] += 1
-    return {name: {str(n): count for n, count in sorted(counts.items())} for name, counts in sorted(found.items())}
 
 
 def _ratio(above: float, below: float) -> float | None:
@@ -227,17 +205,13 @@ def _ratio(above: float, below: float) -> float | None:
 # -- as text for a terminal: a table by domain, a verdict, and the reasons for it
 
 HEADER = ("domain", "runs", "plain", "spec", "speedup (quartiles)", "whole", "accepted", "per pass", "")
-_WIDTHS = (15, 4, 7, 7, 20, 6, 8, 8, 0)
 UNKNOWN = "-"
 
 
 def table_lines(report: Report) -> Iterator[str]:
-    yield row(HEADER)
     domains: dict[str, Any] = report["domains"]
-    for name, figures in domains.items():
-        yield row((name, *cells(figures)))
-    if len(domains) > 1:
-        yield row(("all", *cells(report["total"])))
+    figures = domains | ({"all": report["total"]} if len(domains) > 1 else {})
+    yield from aligned([HEADER, *((name, *cells(each)) for name, each in figures.items())], right=range(1, 8))
     yield (
         "plain, spec: decoding speed in tokens/s without and with speculation; whole: speedup of whole answers, "
         "prefill included; per pass: tokens per target pass"
@@ -304,13 +278,6 @@ def equality(report: Report) -> str:
     return f"texts: identical to plain decoding on {same} of {count} prompts; reproducible mode is off"
 
 
-def row(cells: Sequence[str], widths: Sequence[int] = _WIDTHS) -> str:
-    """The first column begins, the others end below each other."""
-    first, *others = cells
-    ends = (text.rjust(width) for text, width in zip(others, widths[1:], strict=True))
-    return "  ".join((first.ljust(widths[0]), *ends)).rstrip()
-
-
 # -- as a picture
 
 
@@ -318,8 +285,6 @@ def check_picture(option: str, path: Path) -> None:
     """Before the work: raises ConfigError where no picture can be written at `path`."""
     if path.suffix.lower() != ".svg":
         raise ConfigError(f"{option} {path}: the picture is an SVG file, so the name must end in .svg")
-    if path.is_dir():
-        raise ConfigError(f"{option} {path} is a folder: give a file name")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{option} {path}: its folder does not exist")
 

@@ -6,8 +6,11 @@ The baseline is plain decoding by the same model, timed twice for each prompt: w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from typing import TypeVar
 
 from edgespec.bench.prompts import BenchPrompt
 from edgespec.config.options import GenerateOptions, Sampling
@@ -16,6 +19,7 @@ from edgespec.runtime import Model
 
 _WARM_UP_TOKENS = 16
 OnToken = Callable[[str, TokenEvent, float], None]
+Side = TypeVar("Side")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,55 +90,62 @@ def tasks_of(
     ]
 
 
-class Runner:
-    """Runs tasks; `is_over` is called between generations.
-
-    `on_token(side, event, seconds)` is called for every token of a trial, in seconds of its run's own clock, which
-    begins with the prompt and stands still during the call. `compares`: for their text; log probabilities are kept
-    then, and nothing runs for the noise.
+def run_trials(
+    model: Model,
+    options: GenerateOptions,
+    tasks: Iterable[Task],
+    is_over: Callable[[], bool] = lambda: False,
+    on_token: OnToken | None = None,
+    *,
+    compares: bool = False,
+) -> Iterator[Trial]:
+    """One trial per task; ends early as `runs`. `compares`: for their text; log probabilities are kept then, and
+    nothing runs for the noise.
     """
+    drafted = dataclasses.replace(options, logprobs=compares)
+    plain = dataclasses.replace(drafted, drafter="none")
+    both = {"standard": plain, "speculative": drafted}
 
-    def __init__(
-        self,
-        model: Model,
-        options: GenerateOptions,
-        is_over: Callable[[], bool] = lambda: False,
-        on_token: OnToken = lambda side, event, at_s: None,
-        *,
-        compares: bool = False,
-    ) -> None:
-        self._model, self._compares = model, compares
-        self._options = dataclasses.replace(options, logprobs=compares)
-        self._plain = dataclasses.replace(self._options, drafter="none")
-        self._is_over, self._on_token = is_over, on_token
+    def sides(task: Task) -> dict[str, GenerateOptions]:
+        return both if task.repeat or compares else {**both, "again": plain}
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[Trial]:
-        """One trial per task, after a warm-up. Ends early if `is_over` returns True or a generation is cancelled."""
-        for number, task in enumerate(tasks):
-            for options in () if number else (self._plain, self._options):
-                measure(self._model, dataclasses.replace(options, max_tokens=_WARM_UP_TOKENS), task)
-            trial = None if self._is_over() else self._trial(task)
-            if trial is None:
+    done: dict[str, Measurement] = {}
+    for task, side, measured in runs(model, tasks, sides, is_over, on_token):
+        done[side] = measured
+        if done.keys() == sides(task).keys():
+            yield Trial(task, tuple(done), done["standard"], done["speculative"], done.get("again"))
+            done = {}
+
+
+def runs(
+    model: Model,
+    tasks: Iterable[Task],
+    sides: Callable[[Task], Mapping[Side, GenerateOptions]],
+    is_over: Callable[[], bool],
+    on_token: Callable[[Side, TokenEvent, float], None] | None = None,
+) -> Iterator[tuple[Task, Side, Measurement]]:
+    """Each task once on each of its `sides`, after a warm-up, beginning with another side for every task.
+
+    Ends early if `is_over`, which is called between generations, returns True or a generation is cancelled.
+    `on_token(side, event, seconds)` is called for every token, in seconds of its run's own clock, which begins with the
+    prompt and stands still during the call.
+    """
+    for number, task in enumerate(tasks):
+        named = sides(task)
+        for options in () if number else named.values():
+            if is_over() or measure(model, dataclasses.replace(options, max_tokens=_WARM_UP_TOKENS), task) is None:
                 return
-            yield trial
-
-    def _trial(self, task: Task) -> Trial | None:
-        sides = {"standard": self._plain, "speculative": self._options}
-        if task.repeat == 0 and not self._compares:
-            sides["again"] = self._plain
-        turn = (task.index + task.repeat) % len(sides)
-        order = (*sides, *sides)[turn : turn + len(sides)]
-        done: dict[str, Measurement] = {}
-        for side in order:
-            measured = None if self._is_over() else measure(self._model, sides[side], task, side, self._on_token)
+        turn = (task.index + task.repeat) % len(named)
+        for side in (*named, *named)[turn : turn + len(named)]:
+            each = None if on_token is None else partial(on_token, side)
+            measured = None if is_over() else measure(model, named[side], task, each)
             if measured is None:
-                return None
-            done[side] = measured
-        return Trial(task, order, done["standard"], done["speculative"], done.get("again"))
+                return
+            yield task, side, measured
 
 
 def measure(
-    model: Model, options: GenerateOptions, task: Task, side: str = "", on_token: OnToken | None = None
+    model: Model, options: GenerateOptions, task: Task, on_token: Callable[[TokenEvent, float], None] | None = None
 ) -> Measurement | None:
     """One generation that begins with empty caches; None if it was cancelled."""
     model.forget()
@@ -145,7 +156,7 @@ def measure(
     for event in generation:
         events.append(event)
         if on_token is not None:
-            on_token(side, event, stats.wall_s)
+            on_token(event, stats.wall_s)
     if stats.finish_reason == "cancelled":
         return None
     assert stats.reused_tokens == 0, "caches must be empty in a benchmark"
@@ -176,16 +187,11 @@ def first_divergence(plain: Measurement, drafted: Measurement, *, exact: bool) -
 
     `exact`: their log probabilities have to be equal too, as they are in reproducible mode.
     """
-    ours, theirs = (
-        list(zip(each.token_ids, each.logprobs if exact else each.token_ids, strict=True)) for each in (plain, drafted)
-    )
-    position = next((i for i, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), None)
-    if position is None:
-        if len(plain.token_ids) == len(drafted.token_ids):
-            return None
-        position = min(len(plain.token_ids), len(drafted.token_ids))
-        first, second = ((*ids[position : position + 1], None)[0] for ids in (plain.token_ids, drafted.token_ids))
-        return Divergence(position, first, second, None)
-    # Both rows follow the same text, so their normalisers are equal and log probabilities differ as the logits do.
-    margin = plain.logprobs[position] - drafted.logprobs[position]
-    return Divergence(position, plain.token_ids[position], drafted.token_ids[position], margin)
+    for position, (one, other) in enumerate(zip_longest(plain.token_ids, drafted.token_ids)):
+        if one is None or other is None:
+            return Divergence(position, one, other, None)
+        # Both rows follow the same text, so their normalisers are equal and log probabilities differ as the logits do.
+        margin = plain.logprobs[position] - drafted.logprobs[position]
+        if one != other or (exact and margin):
+            return Divergence(position, one, other, margin)
+    return None

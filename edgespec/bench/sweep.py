@@ -11,24 +11,21 @@ tokens are accepted independently with one probability. Real text differs, so th
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from edgespec.bench.report import Side, draft_token_s, row, shown
-from edgespec.bench.runner import Measurement, Task, measure
+from edgespec.bench.report import Side, shown
+from edgespec.bench.runner import Measurement, Task, runs
 from edgespec.config.options import GenerateOptions
-from edgespec.config.values import DrafterName, DraftLength
-from edgespec.errors import ConfigError
+from edgespec.config.values import DrafterName, DraftLength, aligned
 from edgespec.reports import RoundRecord
 from edgespec.runtime import Model
 
 LENGTHS = (1, 2, 4, 8, 12)
 NEAR = 0.05  # speeds that differ by less count as equal
-_WARM_UP_TOKENS = 8
 _MOST_DRAFTED = 15
 _ENOUGH_DRAFTED = 16  # tokens, to take their price from these runs
 _GOALS = (1.25, 1.5, 2.0, 3.0, 5.0)
@@ -55,33 +52,24 @@ PLAIN = Choice("none", "auto")
 class Sweep:
     """The measurements so far, by setting and kind of text."""
 
-    def __init__(self, model: Model, drafters: Iterable[DrafterName], options: GenerateOptions) -> None:
+    def __init__(self, model: Model, options: GenerateOptions) -> None:
         self.model = model
         self.auto = Choice(model.drafter_name, "auto")
+        drafters = model.drafters.names if model.drafter_name == "auto" else [model.drafter_name]
         lengths = [length for length in LENGTHS if length < model.target.widest_pass]
         self.choices = [PLAIN, self.auto, *(Choice(name, length) for name in drafters for length in lengths)]
-        self._options = dataclasses.replace(options, logprobs=False)
+        self._options = replace(options, logprobs=False)
         self._runs: dict[tuple[Choice, str], list[Measurement]] = defaultdict(list)
 
     def run(self, tasks: Sequence[Task], is_over: Callable[[], bool]) -> Iterator[tuple[Task, Choice, Measurement]]:
-        """Measure every setting on every task; ends early if `is_over` returns True or a generation is cancelled."""
-        for choice in self.choices:
-            if is_over() or self._measure(choice, tasks[0], _WARM_UP_TOKENS) is None:
-                return
-        for number, task in enumerate(tasks):
-            first = number % len(self.choices)
-            for choice in (*self.choices[first:], *self.choices[:first]):
-                measured = None if is_over() else self._measure(choice, task, self._options.max_tokens)
-                if measured is None:
-                    return
-                self._runs[choice, task.prompt.domain].append(measured)
-                yield task, choice, measured
-
-    def _measure(self, choice: Choice, task: Task, max_tokens: int | None) -> Measurement | None:
-        options = dataclasses.replace(
-            self._options, drafter=choice.drafter, draft_length=choice.length, max_tokens=max_tokens
-        )
-        return measure(self.model, options, task)
+        """Measure every setting on every task; ends early as `runs`."""
+        sides = {
+            choice: replace(self._options, drafter=choice.drafter, draft_length=choice.length)
+            for choice in self.choices
+        }
+        for task, choice, measured in runs(self.model, tasks, lambda task: sides, is_over):
+            self._runs[choice, task.prompt.domain].append(measured)
+            yield task, choice, measured
 
     @property
     def domains(self) -> list[str]:
@@ -109,45 +97,34 @@ class Sweep:
             default=None,
         )
 
-    def costs(self) -> Costs | None:
-        """From the runs of every length of the explained drafter; as `costs_of`."""
-        drafter = explained_drafter(self.model)
-        lengths = [choice for choice in self.choices if choice.drafter == drafter and choice.is_fixed]
-        drafted = Side(run for choice in lengths for run in self.side(choice).runs)
-        return costs_of(self.model, self.side(PLAIN), drafted)
-
-
-def swept_drafters(model: Model) -> Sequence[DrafterName]:
-    """Every drafter of the model, or the one that it was loaded for."""
-    return model.drafters.names if model.drafter_name == "auto" else [model.drafter_name]
-
-
-def explained_drafter(model: Model) -> DrafterName:
-    """The drafter whose lengths are swept: the one named, else the draft model, else the first that there is."""
-    if not (names := swept_drafters(model)):
-        raise ConfigError("--explain needs a drafter, and this model has none")
-    return "model" if "model" in names else names[0]
+    @property
+    def drafted(self) -> Side:
+        """The runs of every length of the drafter that has the fastest fixed setting."""
+        fixed = [choice for choice in self.choices if choice.is_fixed]
+        best = max(fixed, key=lambda choice: self.speedup(choice) or 0.0, default=self.auto)
+        return Side(run for choice in fixed if choice.drafter == best.drafter for run in self.side(choice).runs)
 
 
 def sweep_lines(sweep: Sweep) -> Iterator[str]:
     """The best fixed setting for each kind of text beside `auto`, then the speedup of every setting over all texts."""
-    widths = (15, 8, 20, 8, 8, 9)
-    yield row(("domain", "plain", "best fixed setting", "speedup", "auto", "auto/best"), widths)
+    rows = [("domain", "plain", "best fixed setting", "speedup", "auto", "auto/best")]
     for domain in (*sweep.domains, None) if len(sweep.domains) > 1 else sweep.domains:
         best = sweep.best(domain)
         if best is None:
             continue
         own, auto = sweep.speedup(best, domain), sweep.speedup(sweep.auto, domain)
-        name = "plain decoding" if best == PLAIN else str(best)
-        cells = f"{sweep.side(PLAIN, domain).pooled_rate:.1f}", name, _times(own), _times(auto)
-        yield row((domain or "all", *cells, f"{auto / own:.2f}" if own and auto else "-"), widths)
+        name, rate = "plain decoding" if best == PLAIN else str(best), f"{sweep.side(PLAIN, domain).pooled_rate:.1f}"
+        rows.append(
+            (domain or "all", rate, name, _times(own), _times(auto), f"{auto / own:.2f}" if own and auto else "-")
+        )
+    yield from aligned(rows, right=range(1, 6))
     yield "plain: tokens/s without speculation; speedups are over it. A fixed setting was chosen on these very prompts"
     yield ""
     lengths = sorted({choice.length for choice in sweep.choices if isinstance(choice.length, int)})
-    table = (15, *(7 for _ in lengths))
-    yield row(("draft length", *map(str, lengths)), table)
+    table = [("draft length", *map(str, lengths))]
     for drafter in dict.fromkeys(choice.drafter for choice in sweep.choices if choice.is_fixed):
-        yield row((drafter, *(_times(sweep.speedup(Choice(drafter, length))) for length in lengths)), table)
+        table.append((drafter, *(_times(sweep.speedup(Choice(drafter, length))) for length in lengths)))
+    yield from aligned(table, right=range(1, len(lengths) + 1))
 
 
 def _times(value: float | None) -> str:
@@ -161,21 +138,18 @@ def sweep_json(sweep: Sweep) -> dict[str, Any]:
         best = sweep.best(domain)
         found[domain or "all"] = {
             "best": None if best is None else {"drafter": best.drafter, "draft_length": best.length},
-            "settings": [_choice_json(sweep, choice, domain) for choice in sweep.choices],
+            "settings": [
+                {
+                    "drafter": choice.drafter,
+                    "draft_length": choice.length,
+                    "tokens_per_second": sweep.side(choice, domain).pooled_rate or None,
+                    "speedup": sweep.speedup(choice, domain),
+                    "acceptance_rate": sweep.side(choice, domain).acceptance_rate,
+                }
+                for choice in sweep.choices
+            ],
         }
     return found
-
-
-def _choice_json(sweep: Sweep, choice: Choice, domain: str | None) -> dict[str, Any]:
-    side = sweep.side(choice, domain)
-    drafted = side.total("drafted_tokens")
-    return {
-        "drafter": choice.drafter,
-        "draft_length": choice.length,
-        "tokens_per_second": side.pooled_rate or None,
-        "speedup": sweep.speedup(choice, domain),
-        "acceptance_rate": side.total("accepted_tokens") / drafted if drafted else None,
-    }
 
 
 # -- why
@@ -219,11 +193,6 @@ class Costs:
         return max((1.0, 0), *((self.expected(length), length) for length in range(1, _MOST_DRAFTED + 1)))
 
     @property
-    def ceiling(self) -> float:
-        """Speedup of the best length if every token were accepted."""
-        return max(expected_speedup(1.0, length, self.round_s, self.token_s) for length in range(_MOST_DRAFTED + 1))
-
-    @property
     def pays_from(self) -> float | None:
         """The acceptance from which drafting pays off; None if it never does."""
         return _least(lambda rate: replace(self, acceptance=rate, drafting=1.0), 1.0, 0.0, 1.0)
@@ -251,10 +220,10 @@ def costs_of(model: Model, plain: Side, drafted: Side) -> Costs | None:
 
 def _token_s(model: Model, drafting: Sequence[RoundRecord]) -> float:
     """Seconds per drafted token: of these runs, or what the model knows where hardly any was drafted."""
-    drafted = sum(record.drafted_tokens for record in drafting)
+    drafted, costs = sum(record.drafted_tokens for record in drafting), model.drafters.costs
     if drafted >= _ENOUGH_DRAFTED:
         return sum(record.draft_s for record in drafting) / drafted
-    return max(draft_token_s(model).values(), default=0.0)
+    return max((costs.draft(name).token_s for name in costs.drafts), default=0.0)
 
 
 def balance(plain: Side, drafted: Side) -> str:
@@ -279,14 +248,9 @@ def threshold(costs: Costs, width: int = 4) -> str:
     price = f"a drafted token {token:.2f}" if token >= 0.005 else "a lookup nothing"
     limit = "drafting would not pay off even if every token were accepted"
     if costs.pays_from is not None:
-        limit = f"drafting pays off above {costs.pays_from:.0%} acceptance and gains at most {costs.ceiling:.2f}x"
+        most = replace(costs, acceptance=1.0, drafting=1.0).best()[0]
+        limit = f"drafting pays off above {costs.pays_from:.0%} acceptance and gains at most {most:.2f}x"
     return f"on this machine a pass over {width} tokens costs {_passes(costs, width):.2f} plain ones, {price}: {limit}"
-
-
-def typical_width(drafted: Side) -> int:
-    """Tokens in an average verifying pass of rounds that drafted; 4 where none did."""
-    widths = [record.width for run in drafted.runs for record in run.rounds if record.drafted_tokens]
-    return round(fmean(widths)) if widths else 4
 
 
 def changes(costs: Costs) -> str:
@@ -322,59 +286,52 @@ def _flattened(costs: Costs, share: float) -> list[float]:
 
 def _least(changed: Callable[[float], Costs], goal: float, low: float, high: float) -> float | None:
     """The least value between `low` and `high` at which the best length gains more than `goal`; None: not even high."""
-
-    def gains(value: float) -> bool:
-        costs = changed(value)
-        return max(costs.expected(length) for length in range(1, _MOST_DRAFTED + 1)) > goal
-
-    if not gains(high):
+    if changed(high).best()[0] <= goal:
         return None
     for _ in range(20):
         middle = (low + high) / 2
-        low, high = (low, middle) if gains(middle) else (middle, high)
+        low, high = (low, middle) if changed(middle).best()[0] > goal else (middle, high)
     return high
 
 
-def explain_lines(sweep: Sweep) -> Iterator[str]:
-    """Expected against measured speedup by draft length, and what follows."""
-    costs = sweep.costs()
-    drafter = explained_drafter(sweep.model)
+def reasons(costs: Costs, plain: Side, drafted: Side) -> Iterator[str]:
+    """Why the runs `drafted` were fast or slow."""
+    has_drafted = drafted.total("drafted_tokens") > 0
+    if has_drafted:
+        yield balance(plain, drafted)
+    widths = [record.width for run in drafted.runs for record in run.rounds if record.drafted_tokens]
+    yield threshold(costs, round(fmean(widths)) if widths else 4)
+    if has_drafted:
+        yield changes(costs)
+
+
+def explain_lines(costs: Costs | None, plain: Side, drafted: Side) -> Iterator[str]:
+    """The speedup to expect by draft length, and `reasons`."""
     if costs is None:
         yield "nothing to explain: too few tokens were decoded, or this model cannot speculate"
         return
-    shares = f"{costs.acceptance:.0%} of tested tokens accepted, drafts in {costs.drafting:.0%} of rounds"
-    yield f"drafter {drafter}: {shares}"
-    widths = (12, 7, 8, 8)
-    yield row(("draft length", "a pass", "expected", "measured"), widths)
-    for length in LENGTHS:
-        measured = _times(sweep.speedup(Choice(drafter, length)))
-        yield row((str(length), f"{_passes(costs, length + 1):.2f}", _times(costs.expected(length)), measured), widths)
-    yield f"auto: {_times(sweep.speedup(sweep.auto))} of plain decoding's {1 / costs.plain_s:.1f} tokens/s"
+    if not drafted.total("drafted_tokens"):
+        yield "nothing was drafted, so how much is accepted is not known: --draft-length 4 drafts all the same"
+        yield threshold(costs)
+        return
+    yield f"{costs.acceptance:.0%} of tested tokens accepted, drafts in {costs.drafting:.0%} of rounds"
+    passes = (f"{_passes(costs, length + 1):.2f}" for length in LENGTHS)
+    expected = (_times(costs.expected(length)) for length in LENGTHS)
+    rows = [("draft length", *map(str, LENGTHS)), ("a pass", *passes), ("expected", *expected)]
+    yield from aligned(rows, right=range(1, len(LENGTHS) + 1))
     yield ""
-    yield threshold(costs)
-    yield changes(costs)
+    yield from reasons(costs, plain, drafted)
 
 
-def explain_json(sweep: Sweep) -> dict[str, Any] | None:
-    costs = sweep.costs()
+def explain_json(costs: Costs | None) -> dict[str, Any] | None:
     if costs is None:
         return None
-    drafter = explained_drafter(sweep.model)
     return {
-        "drafter": drafter,
         "acceptance": costs.acceptance,
         "drafting_share": costs.drafting,
         "plain_s": costs.plain_s,
         "token_s": costs.token_s,
         "round_s": {str(each + 1): costs.round_s[each + 1] for each in LENGTHS},
-        "lengths": [
-            {
-                "draft_length": each,
-                "expected": costs.expected(each),
-                "measured": sweep.speedup(Choice(drafter, each)),
-            }
-            for each in LENGTHS
-        ],
-        "auto": sweep.speedup(sweep.auto),
+        "expected": {str(each): costs.expected(each) for each in LENGTHS},
         "pays_from": costs.pays_from,
     }

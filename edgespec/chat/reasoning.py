@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 from edgespec.chat.marks import ANSWER_HEADER, ChannelSplitter, Marks, begun, control_text, reasoning_marks
 from edgespec.chat.tool_forms import Form, call_form
@@ -141,12 +141,25 @@ class ReasoningSplitter:
         return len(self._held)
 
 
-class SplitText(NamedTuple):
-    """What became certain at once."""
+@dataclass(frozen=True, slots=True)
+class AnswerParts:
+    """Of an answer, or of what became certain of it at once. `text` is for the reader: without the reasoning, and
+    without the calls, which are in their order.
+    """
 
     reasoning: str
     text: str
-    calls: list[ToolCall]
+    tool_calls: tuple[ToolCall, ...]
+
+    def as_message(self) -> dict[str, Any]:
+        """The assistant's message for the next turn, in OpenAI's form; results follow as messages of the role tool."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return message
 
 
 class AnswerSplitter:
@@ -174,23 +187,24 @@ class AnswerSplitter:
             return "text"
         return "reasoning" if self.splitter.has_reasoned else None
 
-    def push(self, token_id: int | None, text: str) -> SplitText:
+    def push(self, token_id: int | None, text: str) -> AnswerParts:
         """What is certain after a token and the `text` that is known with it; None: no token."""
         mark = ""
         if self._names and token_id is not None:
             mark = control_text(self._vocabulary, token_id, self._names)
         return self._parsed(*(("", mark + text) if self.splitter is None else self.splitter.push(mark + text)))
 
-    def finish(self, *, is_cut: bool = False) -> SplitText:
+    def finish(self, *, is_cut: bool = False) -> AnswerParts:
         """What was held back, at the end of the answer; a limit may have cut it."""
         found = self._parsed(*(("", "") if self.splitter is None else self.splitter.finish(is_cut=is_cut)))
         if self.parser is None:
             return found
         rest, calls = self.parser.finish(is_cut=is_cut)
-        return SplitText(found.reasoning, found.text + rest, found.calls + calls)
+        return AnswerParts(found.reasoning, found.text + rest, (*found.tool_calls, *calls))
 
-    def _parsed(self, reasoning: str, answer: str) -> SplitText:
-        return SplitText(reasoning, *((answer, []) if self.parser is None else self.parser.push(answer)))
+    def _parsed(self, reasoning: str, answer: str) -> AnswerParts:
+        text, calls = (answer, ()) if self.parser is None else self.parser.push(answer)
+        return AnswerParts(reasoning, text, tuple(calls))
 
 
 def before_structure(
@@ -218,25 +232,6 @@ def _bytes(vocabulary: Vocabulary, token_id: int) -> bytes:
     return vocabulary.piece(token_id) or vocabulary.token_name(token_id).encode()
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerParts:
-    """`text` is what is for the reader, without the reasoning and without the calls, which are in their order."""
-
-    reasoning: str
-    text: str
-    tool_calls: tuple[ToolCall, ...]
-
-    def as_message(self) -> dict[str, Any]:
-        """The assistant's message for the next turn, in OpenAI's form; results follow as messages of the role tool."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.text}
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.tool_calls
-            ]
-        return message
-
-
 def answer_parts(
     vocabulary: Vocabulary,
     prompt_ids: Sequence[int],
@@ -257,11 +252,11 @@ def answer_parts(
             "this model's chat template writes no tool calls in a form that is known: leave out tools"
         )
     splitter = AnswerSplitter(vocabulary, Reasoning.of(vocabulary, prompt_ids, prefix), form, tools)
-    decoder, parts, num_read = IncrementalDecoder(vocabulary), list[SplitText](), 0
+    decoder, parts, num_read = IncrementalDecoder(vocabulary), list[AnswerParts](), 0
     for token_id in token_ids:
         end = num_read + len(decoder.push(token_id))
         parts.append(splitter.push(token_id, text[num_read:end]))
         num_read = end
     parts += [splitter.push(None, text[num_read:]), splitter.finish(is_cut=is_cut)]
     reasoning, answer = ("".join(getattr(part, name) for part in parts) for name in ("reasoning", "text"))
-    return AnswerParts(reasoning, answer, tuple(call for part in parts for call in part.calls))
+    return AnswerParts(reasoning, answer, tuple(call for part in parts for call in part.tool_calls))

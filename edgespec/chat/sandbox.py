@@ -7,7 +7,6 @@ called.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -20,7 +19,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from edgespec.chat.messages import Message, in_parts, other_forms
+from edgespec.chat.messages import in_parts, other_forms
 from edgespec.errors import CapabilityError, EdgespecError, PromptError
 
 MAX_PROMPT_CHARACTERS = 16_000_000
@@ -63,29 +62,24 @@ def compiled(source: str) -> jinja2.Template:
     return environment.from_string(source)
 
 
-def check_template(source: str) -> str | None:
-    """What is wrong with the syntax of a template; None if nothing is."""
-    try:
-        compiled(source)
-    except jinja2.TemplateSyntaxError as exc:
-        return f"line {exc.lineno}: {exc.message}"
-    except RecursionError:
-        return "it is nested too deeply"
-    return None
-
-
 def rendered(source: str, values: Mapping[str, Any]) -> str:
     """What a template makes of `values`; messages in the form that it takes. Raises as `render_chat`."""
     try:
         template = compiled(source)
     except RecursionError as exc:
-        raise PromptError(
-            "the model's chat template is nested too deeply; use --no-chat-template, or --prompt"
-        ) from exc
+        raise PromptError(f"the model's chat template is nested too deeply; {FIX}") from exc
     except jinja2.TemplateSyntaxError as exc:
-        raise CapabilityError(f"the model's chat template is broken: {exc}; {FIX}") from exc
-    if _takes_parts_only(source):
-        values = {**values, "messages": [in_parts(message) for message in values["messages"]]}
+        raise CapabilityError(f"the model's chat template is broken: line {exc.lineno}: {exc.message}; {FIX}") from exc
+    text = _in_a_form(template, values)
+    questions = [str(message["content"]).strip() for message in values["messages"] if message["role"] == "user"]
+    if questions and questions[-1] not in text:  # as templates of models that see pictures leave out all but parts
+        with suppress(EdgespecError):
+            other = _in_a_form(template, {**values, "messages": [in_parts(each) for each in values["messages"]]})
+            return other if questions[-1] in other else text
+    return text
+
+
+def _in_a_form(template: jinja2.Template, values: Mapping[str, Any]) -> str:
     try:
         return _rendered(template, values)
     except CapabilityError as exc:
@@ -95,26 +89,6 @@ def rendered(source: str, values: Mapping[str, Any]) -> str:
             with suppress(CapabilityError):
                 return _rendered(template, other)
         raise
-
-
-_TYPE = re.compile(r"""\[['"]type['"]\]|\.type\b""")
-_PROBE = "What is it?"
-
-
-@lru_cache(maxsize=8)
-def _takes_parts_only(source: str) -> bool:
-    """Whether a template leaves out content that is no list of parts, as those of models that see pictures may."""
-    if _TYPE.search(source) is None:
-        return False
-
-    def says(message: Message) -> bool:
-        values = {"messages": [message], "tools": None, "add_generation_prompt": True, "bos_token": "", "eos_token": ""}
-        with suppress(EdgespecError):  # said where a conversation is rendered
-            return _PROBE in _rendered(compiled(source), values)
-        return False
-
-    probe: Message = {"role": "user", "content": _PROBE}
-    return not says(probe) and says(in_parts(probe))
 
 
 def _rendered(template: jinja2.Template, values: Mapping[str, Any]) -> str:

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from pickle import PicklingError
 from typing import Any
 
 from edgespec.chat.marks import PRINTED_MARKS
-from edgespec.chat.messages import Message, checked_messages, wants_short_ids, with_short_ids
+from edgespec.chat.messages import Message, checked_messages, with_short_ids
 from edgespec.chat.tool_forms import with_tools
 from edgespec.contained import Containment, Overrun
 from edgespec.errors import CapabilityError, ConfigError, PromptError, shown
+from edgespec.platform.files import given_text
 from edgespec.vocabulary import Vocabulary
 
 _BAR = "|\N{FULLWIDTH VERTICAL LINE}"
@@ -83,20 +85,6 @@ def _in_child(source: str, values: Mapping[str, Any]) -> str:
     return rendered(source, values)
 
 
-def template_problem(source: str) -> str | None:
-    """What is wrong with the syntax of a template; None if nothing is."""
-    try:
-        return CHILDREN.run(_problem_in_child, source)
-    except Overrun as exc:
-        return str(exc)
-
-
-def _problem_in_child(source: str) -> str | None:
-    from edgespec.chat.sandbox import check_template
-
-    return check_template(source)
-
-
 def _with_thinking(source: str, message: Message) -> Message:
     """A message whose reasoning has the name that the template reads; gpt-oss refuses it beside a text before calls."""
     reasoning = message.get("reasoning_content")
@@ -141,7 +129,7 @@ def encode_messages(
     bos, eos = ("" if token_id is None else vocabulary.token_name(token_id) for token_id in ends)
     text = render_chat(
         source,
-        with_short_ids(shown) if wants_short_ids(source) else shown,
+        with_short_ids(source, shown),
         tools=shown_tools,
         bos_token=bos,
         eos_token=eos,
@@ -234,17 +222,14 @@ def read_template(path: Path | None) -> str | None:
     """The Jinja source in a file; None where none is given. Raises ConfigError for a file that is no chat template."""
     if path is None:
         return None
-    try:
-        with path.open(encoding="utf-8") as file:
-            source = file.read(_MOST_CHARACTERS + 1)
-    except (OSError, ValueError) as exc:  # ValueError: no UTF-8, a NUL in the name
-        reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"chat-template-file: {path} cannot be read: {reason}") from exc
+    source = given_text(path, "chat-template-file")
     if len(source) > _MOST_CHARACTERS:
         raise ConfigError(f"chat-template-file: {path} has more than {_MOST_CHARACTERS} characters: no chat template")
-    problem = template_problem(source)
-    if problem is None and "messages" not in source:
-        problem = "it does not mention 'messages', which a template writes as text"
-    if problem is not None:
-        raise ConfigError(f"chat-template-file: {path} is not a Jinja chat template: {problem}")
+    if "messages" not in source:
+        raise ConfigError(f"chat-template-file: {path} does not mention 'messages', which a template writes as text")
+    try:
+        with suppress(PromptError):  # of a template that wants more than one question
+            render_chat(source, [{"role": "user", "content": "Hello"}])
+    except CapabilityError as exc:
+        raise ConfigError(f"chat-template-file: {path}: {exc.on_the_command_line}") from exc
     return source

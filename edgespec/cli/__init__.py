@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,6 @@ from edgespec.errors import EdgespecError, ModelFileError
 from edgespec.platform.files import expanded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from click.shell_completion import CompletionItem
 
     from edgespec.formats.manifest import ModelFile
@@ -72,67 +70,35 @@ def as_typed(error: EdgespecError) -> str:
     return re.sub(r"\b[a-z]+(_[a-z]+)+\b", lambda found: BY_KEY[found[0]].key if found[0] in BY_KEY else found[0], text)
 
 
-def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Rows of a table as lines; the columns `right` end, and the others begin, below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = [str.rjust if index in right else str.ljust for index in range(len(widths))]
-    return ["  ".join(side(cell, w) for side, cell, w in zip(sides, row, widths, strict=True)).rstrip() for row in rows]
-
-
 # -- models as a shell has them: what it offers when Tab is pressed, and the commands that run one, to be copied
 
 
-def files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """A path; click itself offers none where a hub id may stand too."""
+def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """A file, or a model by its name, here or to pull. The file comes first: bash forgets what stands before it."""
     from click.shell_completion import CompletionItem  # only where Tab is pressed
 
-    return [CompletionItem(incomplete, type="file")]
-
-
-def file_or_name(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """A model on this machine, or a file. The file comes first: bash forgets what stands before it."""
-    return files(ctx, param, incomplete) + names_here(ctx, param, incomplete)
-
-
-def names_here(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """A model on this machine by its name."""
-    from edgespec.loading.registry import registered_folders
-
-    return _beginning_with(incomplete, registered_folders())
-
-
-def names_known(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """A model on this machine, or one that can be pulled."""
     from edgespec.loading.catalogue import entries
     from edgespec.loading.registry import registered_folders
 
-    return _beginning_with(incomplete, {**registered_folders(), **entries()})
-
-
-def _beginning_with(incomplete: str, names: Iterable[str]) -> list[CompletionItem]:
-    from click.shell_completion import CompletionItem
-
-    return [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
+    names = sorted({*registered_folders(), *(entries() if incomplete else ())})
+    known = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+    return [CompletionItem(incomplete, type="file"), *known]
 
 
 def run_command(name: str, target: ModelFile | None) -> str:
     """`name`: how the user names the model of the file `target`; without a file it is taken for one that chats."""
+    from edgespec.installation import quoted
     from edgespec.loading.opening import has_chat_template
 
     try:
         chats = target is None or has_chat_template(target)
     except ModelFileError:  # it only gives embeddings
         chats = True
-    return f"edgespec chat {_quoted(name)}" if chats else continue_command(name)
+    return f"edgespec chat {quoted(name)}" if chats else continue_command(name)
 
 
 def continue_command(name: str) -> str:
     """The command that continues a text without a chat template."""
-    return f"edgespec run {_quoted(name)} --no-chat-template -p {_quoted('Once upon a time')}"
-
-
-def _quoted(name: str) -> str:
-    """As a shell takes it; letters of any language need no quotation marks, which `shlex` puts around them."""
     from edgespec.installation import quoted
 
-    return name if re.fullmatch(r"[\w./:-]+", name) else quoted(name)
+    return f"edgespec run {quoted(name)} --no-chat-template -p {quoted('Once upon a time')}"

@@ -39,14 +39,12 @@ class AnswerPrinter:
         self.parts = ("", "")  # (reasoning, answer); without `reasoning`, all is answer
         self._splitter = None if reasoning is None else AnswerSplitter(reasoning[1], reasoning[0])
         self._is_terminal = sys.stdout.isatty()
-        is_laid_out = self._is_terminal and not raw
-        self._wrap = WordWrap() if is_laid_out else None
-        self._calls = ToolCalls() if is_laid_out else None
-        self._dims = is_laid_out and has_escapes()
+        self._is_laid_out = self._is_terminal and not raw
+        self._wrap, self._calls = WordWrap(), ToolCalls()
+        self._dims = self._is_laid_out and has_escapes()
         self._splits = reasoning is not None and (self._dims or reasoning[0].marks.has_channels)
-        self._is_reasoning = self._is_dim = False
+        self._is_reasoning = self._has_ended = False
         self._last = ""
-        self._has_ended = False
 
     def print_all(self, answer: Generation) -> bool:
         """Print the events of `answer` until it ends or is interrupted: whether it was."""
@@ -61,38 +59,26 @@ class AnswerPrinter:
     def push(self, event: TokenEvent) -> None:
         self.text += event.text
         if self._splitter is None:
-            reasoning, answer = "", event.text
+            self._take("", event.text, event.text)
         else:
-            reasoning, answer, _ = self._splitter.push(event.token_id, event.text)
-        self._take(reasoning, answer)
-        if not self._splits and event.text:
-            self._show(event.text)
+            split = self._splitter.push(event.token_id, event.text)
+            self._take(split.reasoning, split.text, event.text)
         if event.finish_reason is not None:
             self.end_line()
 
-    def _take(self, reasoning: str, answer: str) -> None:
-        """Remember two parts of the text, and print them where reasoning is told apart."""
+    def _take(self, reasoning: str, answer: str, written: str) -> None:
+        """Remember two parts of the text, and print them, or what was `written` where no reasoning is told apart."""
         self.parts = (self.parts[0] + reasoning, self.parts[1] + answer)
         if not self._splits:
-            return
+            reasoning, answer = "", written
         if reasoning:
-            self._is_reasoning, self._is_dim = True, self._dims
-            self._lay_out(reasoning)
-        if answer:
-            self._end_reasoning()
-            self._show(answer)
-
-    def _end_reasoning(self) -> None:
-        """Print what is held of the reasoning, and an empty line."""
-        if not self._is_reasoning:
-            return
-        self._end_wrap()
-        self._print("\n\n")
-        self._is_reasoning = self._is_dim = False
-        self._wrap = None if self._wrap is None else WordWrap()
-
-    def _show(self, text: str) -> None:
-        self._lay_out(text if self._calls is None else self._calls.push(text))
+            self._is_reasoning = True
+            self._print(reasoning)
+        if answer and self._is_reasoning:
+            self._print("", is_end=True)
+            self._is_reasoning, self._wrap = False, WordWrap()
+            self._print("\n\n")
+        self._print(answer)
 
     def end_line(self) -> None:
         """Print what was held back and end the line, once; an answer that was stopped has no last event."""
@@ -100,25 +86,23 @@ class AnswerPrinter:
             return
         self._has_ended = True
         if self._splitter is not None:
-            self._take(*self._splitter.finish()[:2])
-        if self._calls is not None:
-            self._lay_out(self._calls.end())
-        self._end_wrap()
+            rest = self._splitter.finish()
+            self._take(rest.reasoning, rest.text, "")
+        self._print("", is_end=True)
         if not self._last.endswith("\n"):
             click.echo()
 
-    def _end_wrap(self) -> None:
-        if self._wrap is not None:
-            self._print(self._wrap.end())
-
-    def _lay_out(self, text: str) -> None:
-        shown = printable(text) if self._is_terminal else text
-        self._print(shown if self._wrap is None else self._wrap.push(shown))
-
-    def _print(self, text: str) -> None:
+    def _print(self, text: str, *, is_end: bool = False) -> None:
+        """Print text as it is laid out, at the end of a part also what is held of it."""
+        if self._is_laid_out and not self._is_reasoning:
+            text = self._calls.push(text) + (self._calls.end() if is_end else "")
+        if self._is_terminal:
+            text = printable(text)
+        if self._is_laid_out:
+            text = self._wrap.push(text) + (self._wrap.end() if is_end else "")
         if text:
             self._last = text
-            click.echo(click.style(text, dim=True) if self._is_dim else text, nl=False)
+            click.echo(click.style(text, dim=True) if self._is_reasoning and self._dims else text, nl=False)
 
 
 class ToolCalls:

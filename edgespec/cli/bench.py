@@ -4,9 +4,10 @@ compares the tokens and log probabilities of both.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -14,26 +15,19 @@ from typing import Any
 
 import click
 
-from edgespec.bench.prompts import BenchPrompt, Domains, built_in, choose, read_prompts, with_random_text
+from edgespec.bench.prompts import BenchPrompt, built_in, choose, read_prompts, with_random_text
 from edgespec.bench.report import Report, Side, Summary, check_picture, describe, picture, report_of, shown, table_lines
-from edgespec.bench.runner import Divergence, Runner, Task, Trial, first_divergence, tasks_of
-from edgespec.bench.sweep import (
-    Sweep,
-    explain_json,
-    explain_lines,
-    explained_drafter,
-    sweep_json,
-    sweep_lines,
-    swept_drafters,
-)
+from edgespec.bench.runner import Divergence, Task, Trial, first_divergence, run_trials, tasks_of
+from edgespec.bench.sweep import PLAIN, Sweep, costs_of, explain_json, explain_lines, sweep_json, sweep_lines
 from edgespec.cli import FilePath
 from edgespec.cli.main import INTERRUPTED
-from edgespec.cli.options import SettingsCommand, require_speculation, resolve_settings, settings_options
-from edgespec.cli.session import Session, open_session, show_configuration
+from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
+from edgespec.cli.session import Session, open_measured
 from edgespec.cli.terminal import note, stops
 from edgespec.config.options import PRINTING, PROMPTING, REMEMBERING, STRUCTURE
 from edgespec.errors import ConfigError
 from edgespec.loading.drafts import PROMPTS
+from edgespec.runtime import Model
 
 DEFAULT_TOKENS, SWEEP_TOKENS = 96, 48
 DEFAULT_REPEAT, SWEEP_REPEAT = 3, 1
@@ -46,100 +40,85 @@ _SHOWN_CHARACTERS, _COLUMNS = 44, 110  # of a prompt beside its speed; of a pict
 @settings_options("load", "generate", "sampling", "session", leave_out=_LEFT_OUT)
 @click.option("--prompts", type=_PATH, metavar="FILE", help="One prompt per line  [built-in prompts]")
 @click.option("--domain", "domains", multiple=True, metavar="NAME", help="Only this domain; repeatable")
-@click.option("--repeat", type=click.IntRange(1), help="Runs of each prompt  [default: 3; 1 with --sweep, --explain]")
+@click.option("--repeat", type=click.IntRange(1), help="Runs of each prompt  [default: 3; 1 with --sweep]")
 @click.option("--sweep", is_flag=True, help="Try every drafter and draft length; show the best beside auto")
-@click.option("--explain", is_flag=True, help="Show costs, acceptance, expected beside measured speed, what would help")
+@click.option("--explain", is_flag=True, help="Show costs, acceptance, the speedup to expect, what would help")
 @click.option("--plot", type=_PATH, metavar="SVG", help="Draw the result")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table")
-def command(model_name: str | None, config_file: Path | None, **given: Any) -> int:
+def command(
+    model_name: str | None,
+    config_file: Path | None,
+    prompts: Path | None,
+    domains: tuple[str, ...],
+    repeat: int | None,
+    sweep: bool,
+    explain: bool,
+    plot: Path | None,
+    as_json: bool,
+    **given: Any,
+) -> int:
     """Decode each prompt with and without speculation, in turns and on empty caches, and compare the speed.
 
-    Prompts are drawn and answers sampled with seed 0 unless --seed says otherwise. --sweep and --explain try fixed
-    settings on fewer and shorter answers. MODEL is a name, a GGUF or ONNX file, or a folder with one.
+    Prompts are drawn and answers sampled with seed 0 unless --seed says otherwise. --sweep tries fixed settings on
+    fewer and shorter answers. MODEL is a name, a GGUF or ONNX file, or a folder with one.
     """
-    own = {name: given.pop(name) for name in _OWN}
-    sweeps = own["sweep"] or own["explain"]
     settings = resolve_settings(given, model_name, config_file)
-    require_speculation(settings, "bench")
-    if own["plot"] is not None:
-        if sweeps:
-            raise ConfigError("--plot draws the comparison with plain decoding: leave --sweep and --explain out")
-        check_picture("--plot", own["plot"])
-    domains = built_in() if own["prompts"] is None else read_prompts(own["prompts"])
+    if plot is not None:
+        if sweep:
+            raise ConfigError("--plot draws the comparison with plain decoding: leave --sweep out")
+        check_picture("--plot", plot)
+    sources = built_in() if prompts is None else read_prompts(prompts)
     # The same prompts when the command is given again.
-    usual = {"seed": 0, "max_tokens": SWEEP_TOKENS if sweeps else DEFAULT_TOKENS}
-    session = open_session(settings.below(usual, "bench"))
+    usual = {"seed": 0, "max_tokens": SWEEP_TOKENS if sweep else DEFAULT_TOKENS}
+    session = open_measured(settings, "bench", usual)
     with session.model:
-        show_configuration(session)
-        prompts = _choose(session, domains, own)
-        repeat = own["repeat"] or (SWEEP_REPEAT if sweeps else DEFAULT_REPEAT)
-        tasks = tasks_of(prompts, lambda prompt: _encode(session, prompt), session.sampling, repeat)
-        return _sweep(session, tasks, own) if sweeps else _bench(session, tasks, own)
-
-
-_OWN = ("prompts", "domains", "repeat", "sweep", "explain", "plot", "as_json")
-
-
-def _choose(session: Session, sources: Domains, own: dict[str, Any]) -> list[BenchPrompt]:
-    """The prompts of this run: all of a user's own file, else all domains; one each for a sweep."""
-    model, wanted = session.model, own["domains"]
-    domains = with_random_text(sources, model.target.vocabulary, session.seed)
-    if own["prompts"] is not None:
-        domains, wanted = {**domains, **sources}, wanted or list(sources)
-    most = model.context_length - (session.options.max_tokens or 0)
-    too_long = 0
-
-    def fits(prompt: BenchPrompt) -> bool:
-        nonlocal too_long
-        is_short = len(_encode(session, prompt)) <= most
-        too_long += not is_short
-        return is_short
-
-    is_sweep = own["prompts"] is None and (own["sweep"] or own["explain"])
-    chosen = choose(domains, wanted, fits, one_each=is_sweep)
-    if too_long:
-        note(f"left out: {too_long} prompts, too long for the context with a full answer")
-    return chosen
+        known = with_random_text(sources, session.model.target.vocabulary, session.seed)
+        if prompts is not None:  # all of a user's own file
+            domains = domains or tuple(sources)
+        most = session.model.context_length - (session.options.max_tokens or 0)
+        encode = partial(_encode, session)
+        chosen, too_long = choose(
+            known, domains, lambda prompt: len(encode(prompt)) <= most, one_each=sweep and prompts is None
+        )
+        if too_long:
+            note(f"left out: {too_long} prompts, too long for the context with a full answer")
+        tasks = tasks_of(chosen, encode, session.sampling, repeat or (SWEEP_REPEAT if sweep else DEFAULT_REPEAT))
+        if sweep:
+            return _sweep(session, tasks, explain, as_json)
+        return _bench(session, tasks, explain, as_json, plot)
 
 
 def _encode(session: Session, prompt: BenchPrompt) -> list[int]:
     return prompt.encode(session.model, chat_template=session.shown.chat_template)
 
 
-def _bench(session: Session, tasks: list[Task], own: dict[str, Any]) -> int:
-    trials: list[Trial] = []
+def _bench(session: Session, tasks: list[Task], explain: bool, as_json: bool, plot: Path | None) -> int:
+    model, trials = session.model, list[Trial]()
     on_trial = progress(len(tasks))
-    with stops(session.model.cancel) as interruption:
-        for trial in Runner(session.model, session.options, interruption.is_set).run(tasks):
+    with stops(model.cancel) as interruption:
+        for trial in run_trials(model, session.options, tasks, interruption.is_set):
             trials.append(trial)
             on_trial(_trial_line(trial))
     if not trials:
         note("interrupted before the first result")
         return INTERRUPTED
-    _show(report_of(session.model, session.sampling, session.options, trials, len(tasks)), own)
+    report = report_of(model, session.sampling, session.options, trials, len(tasks))
+    lines, summary = [*table_lines(report)], Summary(trials)
+    _print(report, lines, (model, summary.standard, summary.speculative) if explain else None, as_json)
+    if plot is not None:
+        with picture(plot, f"edgespec bench, {report['model']}", _COLUMNS) as canvas:
+            for number, line in enumerate(lines):
+                canvas.print(line, style="" if number else "bold", markup=False)
+        note(f"drew {plot}")
     if interruption.is_set():
         note(f"interrupted: {len(trials)} of {len(tasks)} runs are shown")
         return INTERRUPTED
     return 0
 
 
-def _show(report: Report, own: dict[str, Any]) -> None:
-    if own["as_json"]:
-        click.echo(json.dumps(report, allow_nan=False))
-    else:
-        for line in table_lines(report):
-            click.echo(line)
-    if own["plot"] is not None:
-        with picture(own["plot"], f"edgespec bench, {report['model']}", _COLUMNS) as canvas:
-            for number, line in enumerate(table_lines(report)):
-                canvas.print(line, style="" if number else "bold", markup=False)
-        note(f"drew {own['plot']}")
-
-
-def _sweep(session: Session, tasks: list[Task], own: dict[str, Any]) -> int:
+def _sweep(session: Session, tasks: list[Task], explain: bool, as_json: bool) -> int:
     model = session.model
-    drafters = swept_drafters(model) if own["sweep"] else [explained_drafter(model)]
-    sweep = Sweep(model, drafters, session.options)
+    sweep = Sweep(model, session.options)
     on_run = progress(len(tasks) * len(sweep.choices))
     with stops(model.cancel) as interruption:
         for task, choice, measured in sweep.run(tasks, interruption.is_set):
@@ -147,18 +126,23 @@ def _sweep(session: Session, tasks: list[Task], own: dict[str, Any]) -> int:
     if not sweep.domains:
         note("interrupted before the first result")
         return INTERRUPTED
-    if own["as_json"]:
-        facts = describe(model, session.sampling, session.options)
-        swept = {"sweep": sweep_json(sweep)} if own["sweep"] else {}
-        explained = {"explain": explain_json(sweep)} if own["explain"] else {}
-        click.echo(json.dumps({**facts, **swept, **explained}, allow_nan=False))
-    else:
-        for line in (*(sweep_lines(sweep) if own["sweep"] else ()), *(explain_lines(sweep) if own["explain"] else ())):
-            click.echo(line)
+    report = {**describe(model, session.sampling, session.options), "sweep": sweep_json(sweep)}
+    explained = (model, sweep.side(PLAIN), sweep.drafted) if explain else None
+    _print(report, sweep_lines(sweep), explained, as_json)
     if interruption.is_set():
         note("interrupted: the kinds of text that were measured whole are shown")
         return INTERRUPTED
     return 0
+
+
+def _print(report: Report, lines: Iterable[str], explained: tuple[Model, Side, Side] | None, as_json: bool) -> None:
+    """The report or its lines, with why the second side of `explained` is faster or slower than the first."""
+    costs = costs_of(*explained) if explained else None
+    if as_json:
+        click.echo(json.dumps(report | ({"explain": explain_json(costs)} if explained else {}), allow_nan=False))
+        return
+    for line in (*lines, *(("", *explain_lines(costs, *explained[1:])) if explained else ())):
+        click.echo(line)
 
 
 def _trial_line(trial: Trial) -> str:
@@ -195,19 +179,20 @@ def verify(model_name: str | None, config_file: Path | None, as_json: bool, **gi
     speed. Exit code 0: identical, 1: some token differs. MODEL is a name, a GGUF or ONNX file, or a folder with one.
     """
     settings = resolve_settings(given, model_name, config_file)
-    settings = settings.below({"draft_length": DRAFT_LENGTH, "max_tokens": VERIFIED_TOKENS}, "verify")
     if settings.values.get("verify", "coupled") == "coupled":
         settings = settings.below({"reproducible": True}, "what verify checks")
-    require_speculation(settings, "verify")
-    session = open_session(settings)
-    with session.model:
-        show_configuration(session)
+    session = open_measured(settings, "verify", {"draft_length": DRAFT_LENGTH, "max_tokens": VERIFIED_TOKENS})
+    with session.model as model:
+        prompts = [BenchPrompt(*each) for each in PROMPTS]
+        # greedily, and with the sampling asked for where that is another
+        heats = [replace(session.sampling, temperature=heat) for heat in sorted({0.0, session.sampling.temperature})]
+        tasks = [task for heat in heats for task in tasks_of(prompts, partial(_encode, session), heat, 1)]
         compared: Compared = []
-        for trial in Runner(session.model, session.options, compares=True).run(_tasks(session)):
-            found = first_divergence(trial.standard, trial.speculative, exact=session.model.reproducible)
+        for trial in run_trials(model, session.options, tasks, compares=True):
+            found = first_divergence(trial.standard, trial.speculative, exact=model.reproducible)
             compared.append((trial, found))
             if not as_json:
-                click.echo(_compared_line(session, trial, found))
+                click.echo(_compared_line(model, trial, found))
     report = _verified(session, compared)
     if as_json:
         click.echo(json.dumps(report, allow_nan=False))
@@ -216,22 +201,18 @@ def verify(model_name: str | None, config_file: Path | None, as_json: bool, **gi
     return int(not report["identical"])
 
 
-def _tasks(session: Session) -> list[Task]:
-    """Every built-in prompt greedily, then with the sampling asked for where that is another."""
-    encoded = [(prompt, tuple(_encode(session, prompt))) for prompt in (BenchPrompt(*each) for each in PROMPTS)]
-    heats = [
-        dataclasses.replace(session.sampling, temperature=heat) for heat in sorted({0.0, session.sampling.temperature})
-    ]
-    pairs = [(*each, heat) for heat in heats for each in encoded]
-    return [Task(prompt, ids, heat, index) for index, (prompt, ids, heat) in enumerate(pairs)]
-
-
-def _compared_line(session: Session, trial: Trial, divergence: Divergence | None) -> str:
-    stats = trial.speculative.stats
+def _compared_line(model: Model, trial: Trial, divergence: Divergence | None) -> str:
+    stats, said = trial.speculative.stats, "identical"
+    if divergence is not None:
+        name = model.target.vocabulary.token_name
+        ids = divergence.plain_token_id, divergence.drafted_token_id
+        plain, drafted = ("the end" if each is None else f"{each} {name(each)!r}" for each in ids)
+        what = "log probability of token" if plain == drafted else "at token"
+        said = f"DIFFERENT {what} {divergence.position}: {plain} plain, {drafted} drafted"
+        said += "" if divergence.logit_margin is None else f", logit margin {divergence.logit_margin:.2g}"
     return (
         f"{trial.task.prompt.domain:<10}  T={trial.task.sampling.temperature:<4g}  {stats.new_tokens:>4} tokens  "
-        f"{'identical' if divergence is None else _described(session, divergence)}  "
-        f"{_accepted(stats.accepted_tokens, stats.drafted_tokens)}"
+        f"{said}  {_accepted(stats.accepted_tokens, stats.drafted_tokens)}"
     )
 
 
@@ -240,27 +221,13 @@ def _accepted(accepted: float, drafted: float) -> str:
     return f"{accepted:.0f} of {drafted:.0f} draft tokens accepted" if drafted else "nothing drafted"
 
 
-def _described(session: Session, divergence: Divergence) -> str:
-    name = session.model.target.vocabulary.token_name
-    tokens = [
-        "the end" if token_id is None else f"{token_id} {name(token_id)!r}"
-        for token_id in (divergence.plain_token_id, divergence.drafted_token_id)
-    ]
-    margin = "" if divergence.logit_margin is None else f", logit margin {divergence.logit_margin:.2g}"
-    if divergence.plain_token_id == divergence.drafted_token_id:
-        return f"DIFFERENT log probability of token {divergence.position}: {tokens[0]}{margin}"
-    return f"DIFFERENT at token {divergence.position}: {tokens[0]} plain, {tokens[1]} drafted{margin}"
-
-
 def _show_verified(report: dict[str, Any], drafted: Side) -> None:
-    runs = report["comparisons"]
-    different = sum(run["divergence"] is not None for run in runs)
-    tokens, num = f"{report['num_tokens']} tokens", len(runs)
+    trials, length = report["comparisons"], report["draft_length"]
+    different = sum(each["divergence"] is not None for each in trials)
+    said = f"DIFFERENT in {different} runs" if different else "identical"
     accepted = _accepted(drafted.total("accepted_tokens"), drafted.total("drafted_tokens"))
-    same = f"identical with and without speculation: {tokens} in {num} runs, {accepted}"
-    other = f"DIFFERENT in {different} of {num} runs with and without speculation, {tokens}"
-    click.echo(other if different else same)
-    length = report["draft_length"]
+    counts = f"{report['num_tokens']} tokens in {len(trials)} runs, {accepted}"
+    click.echo(f"{said} with and without speculation: {counts}")
     drafts = "automatically" if length == "auto" else f"{length} tokens a step, whether they pay or not"
     note(
         f"This checks the text, not the speed: it drafts {drafts} (median speed here: {report['speed_ratio']:.2f}x of "
@@ -276,7 +243,7 @@ def _verified(session: Session, compared: Compared) -> dict[str, Any]:
     return {name: facts[name] for name in names} | {
         "identical": all(divergence is None for _, divergence in compared),
         "num_tokens": int(summary.speculative.total("new_tokens")),
-        "acceptance_rate": summary.acceptance_rate or 0.0,
+        "acceptance_rate": summary.speculative.acceptance_rate or 0.0,
         "mean_accepted_length": summary.mean_accepted_length or 0.0,
         "speed_ratio": median(trial.speedup or 0.0 for trial, _ in compared),
         "comparisons": [
@@ -286,7 +253,7 @@ def _verified(session: Session, compared: Compared) -> dict[str, Any]:
                 "num_tokens": trial.speculative.stats.new_tokens,
                 "acceptance_rate": trial.speculative.stats.acceptance_rate,
                 "speed_ratio": trial.speedup or 0.0,
-                "divergence": dataclasses.asdict(divergence) if divergence else None,
+                "divergence": asdict(divergence) if divergence else None,
             }
             for trial, divergence in compared
         ],

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgespec import __version__
-from edgespec.cli import FilePath, files
+from edgespec.cli import FilePath, complete_model
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.terminal import note, waiting
+from edgespec.export.request import BOTH, EXPORTERS, FORMATS
 from edgespec.platform.files import exists, expanded, resolved
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("source", shell_complete=files)
+@click.argument("source", shell_complete=complete_model)
 @click.option("-o", "--output", type=FilePath(), metavar="FOLDER", help="Default: ./NAME-pair.")
-@click.option("--to", default="gguf", metavar="gguf|onnx|both", help="What to make.  [default: gguf]")
+@click.option("--to", default="gguf", type=click.Choice((*FORMATS, BOTH)), help="What to make.  [default: gguf]")
 @click.option(
     "--quant",
     "quants",
@@ -42,16 +43,12 @@ if TYPE_CHECKING:
     "for SOURCE; none: not those that edgespec has for SOURCE either.",
 )
 @click.option(
-    "--draft-quant",
-    "draft_quants",
-    multiple=True,
-    metavar="Q",
-    help="Type of the draft.  [default: --quant]",
+    "--draft-quant", "draft_quants", multiple=True, metavar="Q", help="Type of the draft.  [default: --quant]"
 )
 @click.option(
     "--exporter",
     default="edgespec",
-    metavar="NAME",
+    type=click.Choice(EXPORTERS),
     help="ONNX: edgespec, or optimum for models that it does not know; that makes slower graphs.  [default: edgespec]",
 )
 @click.option("--revision", metavar="R", help="Branch, tag or commit of a hub id.")
@@ -64,7 +61,7 @@ if TYPE_CHECKING:
     "torch, but a wrong conversion is not noticed; only tokenisation is compared. The manifest says so.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing pair, once the new one is complete.")
-@click.option("-t", "--threads", type=int, metavar="N", help="Maximum number of threads.")
+@click.option("-t", "--threads", type=click.IntRange(min=1), metavar="N", help="Maximum number of threads.")
 def command(**given: Any) -> int:
     """Make a pair folder from SOURCE: a Hugging Face folder or hub id, or with --to onnx also a GGUF file, or a model
     that was pulled or added.
@@ -95,10 +92,10 @@ def _request(
     no_check: bool,
     **rest: Any,
 ) -> ExportRequest:
-    from edgespec.export.request import DEFAULT_QUANTS, ExportRequest, parse_formats, parse_quants
+    from edgespec.export.request import DEFAULT_QUANTS, ExportRequest, parse_quants
     from edgespec.loading.requirements import GAINING, shipped_heads
 
-    formats = parse_formats(to)
+    formats = tuple(each for each in FORMATS if to in (each, BOTH))
     if output is None:
         output = Path(f"{re.sub(r'[.]gguf$', '', resolved(expanded(source)).name) or 'model'}-pair")
     source = _weights_of(source)
@@ -134,16 +131,15 @@ def _weights_of(source: str) -> str:
 
 def _print(folder: Path, made: Mapping[str, int], figures: Mapping[str, Any]) -> None:
     from edgespec.cli import run_command
-    from edgespec.export.room import human
+    from edgespec.config.values import as_size
     from edgespec.formats.manifest import read_pair
 
     click.echo(f"{folder}")
     for name, size in made.items():
-        click.echo(f"  {name}  {human(size)}")
+        click.echo(f"  {name}  {as_size(size)}")
     for line in check_lines(figures):
         click.echo(line)
-    is_plain = not folder.is_absolute() and len(folder.parts) == 1  # which the registry would look up first
-    path = f"./{folder}" if is_plain else str(folder)
+    path = str(folder) if folder.is_absolute() else f"./{folder}"  # the registry would look up a plain name first
     click.echo(f"run it: {run_command(path, read_pair(folder).files['target'])}")
 
 

@@ -1,28 +1,34 @@
-"""`edgespec ls`, `show`, `add`, `rm`, `drafts`: the models on this machine, and those that can be pulled."""
+"""`edgespec ls`, `show`, `pull`, `add`, `rm`, `drafts`: the models on this machine, and those that can be pulled."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+from time import monotonic
 
 import click
 
-from edgespec.cli import FilePath, aligned, file_or_name, names_here, names_known, printable, run_command
+from edgespec.cli import FilePath, complete_model, printable, run_command
+from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.terminal import note, runner, waiting
 from edgespec.config.options import LoadOptions
-from edgespec.config.values import as_size
+from edgespec.config.values import aligned, as_size
 from edgespec.errors import EdgespecError
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
 from edgespec.installation import quoted
 from edgespec.loading.catalogue import Entry, entries, entry_called
+from edgespec.loading.download import OnBytes
 from edgespec.loading.drafts import Aim, Candidate, find_aim, rank
 from edgespec.loading.model_facts import ModelFacts, size_label
+from edgespec.loading.own_models import add as add_model
 from edgespec.loading.own_models import (
-    Listed,
     drafted_from,
     entry_bytes,
     fits,
@@ -31,7 +37,7 @@ from edgespec.loading.own_models import (
     pair_bytes,
     remove,
 )
-from edgespec.loading.own_models import add as add_model
+from edgespec.loading.pull import pull as pull_model
 from edgespec.loading.registry import is_known, resolve
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import chosen_context
@@ -40,7 +46,7 @@ from edgespec.memory.plan import Room, planned
 _FITS = {True: "yes", False: "no", None: "?"}
 
 
-@click.command("ls", short_help="List models.")
+@click.command("ls")
 @click.option("--all", "everything", is_flag=True, help="Also those that can be pulled")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list")
 def ls(everything: bool, as_json: bool) -> int:
@@ -55,53 +61,26 @@ def ls(everything: bool, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(each) for each in shown]))
         return 0
-    _show_list(shown)
+    rows = [("name", "size", "fits", "state", "draft", "")]
+    for m in shown:
+        size = f"{'~' if m.is_guess else ''}{m.bytes / 1e9:.2f} GB"
+        rows.append((m.name, size, _FITS[m.fits], m.state, m.draft, printable(m.description)))
+    for number, line in enumerate(aligned(rows, right=(1,))):
+        click.echo(line if number else click.style(line, bold=True))
     if not everything:
         note(f"{len(known)} more can be pulled: edgespec ls --all. A file runs as it is: edgespec chat ./FILE.gguf")
     return 0
 
 
-def _show_list(models: Sequence[Listed]) -> None:
-    rows = [("name", "size", "fits", "state", "draft", "")]
-    rows += [(m.name, _size(m), _FITS[m.fits], m.state, m.draft, printable(m.description)) for m in models]
-    for number, line in enumerate(aligned(rows, right=(1,))):
-        click.echo(line if number else click.style(line, bold=True))
-
-
-@click.command("show", short_help="Show what a model is, can do and takes.")
-@click.argument("name", metavar="MODEL", shell_complete=names_known)
+@click.command("show")
+@click.argument("name", metavar="MODEL", shell_complete=complete_model)
 def show(name: str) -> int:
     """Show what a model is and can do, the memory it takes and its files; of one to pull, where it comes from."""
     entry = None if is_known(name) else entry_called(name.partition(":")[0]) or entry_called(name)
-    if entry is None:
-        return _show_here(name)
-    _show_entry(entry)
-    click.echo(f"get it: edgespec pull {entry.name}")
-    return 0
-
-
-@click.command("add", short_help="Register a model file or folder that is already here.")
-@click.argument("path", type=FilePath(), metavar="PATH")
-@click.option("--name", default="", help="Name of the model.  [default: that of the file or folder]")
-@click.option("--draft", type=FilePath(), metavar="FILE", help="Its draft model")
-def add(path: Path, name: str, draft: Path | None) -> int:
-    """Give a GGUF or ONNX model a name. The file stays where it is; it is tried and its checksum is kept."""
-    chosen = add_model(path, name, draft)
-    click.echo(f"added: {run_command(chosen, resolve(chosen).files['target'])}")
-    return 0
-
-
-@click.command("rm", short_help="Remove a pulled or added model.")
-@click.argument("names", nargs=-1, required=True, metavar="NAME...", shell_complete=names_here)
-def rm(names: tuple[str, ...]) -> int:
-    """Remove models from your models folder, unfinished downloads too. Files that were added stay where they are."""
-    for name in names:
-        freed = remove(name)
-        click.echo(f"removed: {name}" + (f", {freed / 1e6:.1f} MB" if freed else "; its files stay where they are"))
-    return 0
-
-
-def _show_here(name: str) -> int:
+    if entry is not None:
+        _show_entry(entry)
+        click.echo(f"get it: edgespec pull {entry.name}")
+        return 0
     pair = resolve(name)
     for file in pair.files.values():
         if file.is_gguf:
@@ -116,6 +95,27 @@ def _show_here(name: str) -> int:
         f"run it: {run_command(name, pair.files['target'])}"
         + ("" if drafted_from(pair) else f"; drafts for it: edgespec drafts {quoted(name)}")
     )
+    return 0
+
+
+@click.command("add")
+@click.argument("path", type=FilePath(), metavar="PATH")
+@click.option("--name", default="", help="Name of the model.  [default: that of the file or folder]")
+@click.option("--draft", type=FilePath(), metavar="FILE", help="Its draft model")
+def add(path: Path, name: str, draft: Path | None) -> int:
+    """Give a GGUF or ONNX model a name. The file stays where it is; it is tried and its checksum is kept."""
+    chosen = add_model(path, name, draft)
+    click.echo(f"added: {run_command(chosen, resolve(chosen).files['target'])}")
+    return 0
+
+
+@click.command("rm")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...", shell_complete=complete_model)
+def rm(names: tuple[str, ...]) -> int:
+    """Remove models from your models folder, unfinished downloads too. Files that were added stay where they are."""
+    for name in names:
+        freed = remove(name)
+        click.echo(f"removed: {name}" + (f", {freed / 1e6:.1f} MB" if freed else "; its files stay where they are"))
     return 0
 
 
@@ -173,15 +173,73 @@ def _fit_of(num_bytes: int, *, has_draft: bool, is_guess: bool = False) -> str:
     return f"{size}; {answer} into the memory that is available now"
 
 
-def _size(each: Listed) -> str:
-    return f"{'~' if each.is_guess else ''}{each.bytes / 1e9:.2f} GB"
+# -- pull
+
+
+@click.command("pull")
+@click.argument("model", metavar="MODEL", shell_complete=complete_model)
+@click.option("--draft", default="", metavar="MODEL", help="Use this draft instead of the model's own")
+@click.option("--no-draft", is_flag=True, help="Get the model without a draft")
+@click.option("--name", default="", help="Name of the model.  [default: that of the model or repository]")
+@click.option("--revision", default="", metavar="REV", help="Branch, tag or commit of the repository")
+def pull(model: str, draft: str, no_draft: bool, name: str, revision: str) -> int:
+    """Get a model into your models folder (EDGESPEC_MODELS).
+
+    MODEL is a name that edgespec ls shows, or a repository of the Hugging Face hub with GGUF or ONNX files, either
+    optionally followed by :QUANT, such as qwen3-8b or Qwen/Qwen3-8B-GGUF:Q4_K_M. An interrupted download resumes where
+    it stopped. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are respected.
+    """
+    if draft and no_draft:
+        raise click.UsageError("--draft and --no-draft contradict each other: keep one")
+    try:
+        pair = fetched(model, name=name, draft=draft, wants_draft=not no_draft, revision=revision)
+    except KeyboardInterrupt:
+        note("interrupted: the same command continues")
+        return INTERRUPTED
+    chosen = pair.target.parent.name
+    size = pair_bytes(pair)
+    if fits(size) is False:
+        note(f"note: {size / 1e9:.1f} GB do not fit into the memory that is available now: it will be slow")
+    if pair.draft is None:
+        entry = entries().get(chosen)
+        advice = entry.advice if entry else ""
+        note(advice or f"{chosen} has no draft model; edgespec drafts {chosen} ranks those that fit")
+    click.echo(f"run it: {run_command(chosen, pair.files['target'])}")
+    return 0
+
+
+def fetched(model: str, *, name: str = "", draft: str = "", wants_draft: bool = True, revision: str = "") -> ModelPair:
+    """Pull a model and show how far it is. Raises as `edgespec.loading.pull.pull`."""
+    with _progress(model) as on_bytes:
+        return pull_model(model, on_bytes, note, name=name, draft=draft, wants_draft=wants_draft, revision=revision)
+
+
+@contextmanager
+def _progress(model: str) -> Iterator[OnBytes]:
+    """A line when a file begins, and in a terminal one for how far it is, how fast, and how long it will take."""
+    begun: dict[str, tuple[int, float]] = {}  # bytes that were here, and when it began
+    with waiting(f"getting {model}") as on_progress:
+
+        def on_bytes(name: str, done: int, total: int) -> None:
+            if name not in begun:
+                begun[name] = done, monotonic()
+                rest = f", {done / 1e6:.1f} MB of it are already here" if done else ""
+                note(f"fetching {name}, {total / 1e6:.1f} MB{rest}")
+            before, begun_s = begun[name]
+            rate = (done - before) / max(monotonic() - begun_s, 1e-3)
+            if rate and sys.stderr.isatty():
+                left = timedelta(seconds=round((total - done) / rate))
+                said = f"{name}: {done / 1e6:.0f} of {total / 1e6:.0f} MB, {rate / 1e6:.1f} MB/s, {left} left"
+                on_progress(0, 0, said)
+
+        yield on_bytes
 
 
 # -- drafts
 
 
-@click.command("drafts", short_help="Rank the draft models and heads for a target.")
-@click.argument("target", metavar="TARGET", shell_complete=file_or_name)
+@click.command("drafts")
+@click.argument("target", metavar="TARGET", shell_complete=complete_model)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object")
 def drafts(target: str, as_json: bool) -> int:
     """Rank draft models and heads for TARGET: those on this machine and those to pull.

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from edgespec.cli import FilePath, file_or_name, help_all_option, shows_all
+from edgespec.cli import FilePath, complete_model, help_all_option, shows_all
 from edgespec.cli.terminal import set_verbosity
 from edgespec.config.options import SETTINGS, Sampling
 from edgespec.config.sources import Settings, resolve
@@ -33,17 +33,17 @@ class _Value(click.ParamType):  # type: ignore[type-arg]  # generic in newer rel
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+_MODEL = click.argument("model_name", metavar="[MODEL]", required=False, shell_complete=complete_model)
 
 
 def settings_options(
-    *parts: Part, leave_out: Collection[str] = (), hidden: Collection[str] = (), takes_models: bool = False
+    *parts: Part, leave_out: Collection[str] = (), hidden: Collection[str] = (), model: Callable[[Any], Any] = _MODEL
 ) -> Callable[[Function], Function]:
     """A decorator: MODEL, a flag for every setting of `parts`, and what every such command takes.
 
-    `hidden`: settings that the command refuses with a reason, so that --help does not offer them. `takes_models`: the
-    command takes any number of models, as `model_names`.
+    `hidden`: settings that the command refuses with a reason, so that --help does not offer them. `model`: the argument
+    for MODEL, of a command that takes several.
     """
-
     config: dict[str, Any] = {"type": FilePath(), "metavar": "FILE", "help": "Settings file, TOML"}
     common = (
         help_all_option("All options, every spelling", cls=GroupedOption),
@@ -54,14 +54,6 @@ def settings_options(
 
     def decorate(function: Function) -> Function:
         chosen = [s for s in SETTINGS if s.part in parts and s.name not in leave_out]
-        metavar = "[MODEL]..." if takes_models else "[MODEL]"
-        model = click.argument(
-            "model_names" if takes_models else "model_name",
-            metavar=metavar,
-            required=False,
-            nargs=-1 if takes_models else 1,
-            shell_complete=file_or_name,
-        )
         settings = [_option(setting, hidden=setting.name in hidden) for setting in reversed(chosen)]
         for option in (*common, *settings, model):
             function = option(function)
@@ -93,11 +85,7 @@ def _option(setting: Setting, *, hidden: bool) -> Callable[[Function], Function]
 
 
 def resolve_settings(
-    given: Mapping[str, Any],
-    model_name: str | None,
-    config_file: Path | None,
-    *,
-    leave_out: Collection[str] = (),
+    given: Mapping[str, Any], model_name: str | None, config_file: Path | None, *, leave_out: Collection[str] = ()
 ) -> Settings:
     """What was given on the command line, over environment and config file. Raises ConfigError.
 
@@ -111,14 +99,6 @@ def resolve_settings(
     return resolve(flags, config_file=config_file).without(leave_out)
 
 
-def require_speculation(settings: Settings, command: str) -> None:
-    """Raises ConfigError where speculation, which `command` compares with plain decoding, is turned off."""
-    for name, off in (("drafter", "none"), ("draft_length", 0)):
-        if settings.values.get(name) == off:
-            given = f"--{name.replace('_', '-')} {off} ({settings.sources[name]})"
-            raise ConfigError(f"{command} compares speculation with plain decoding, and {given} turns speculation off")
-
-
 def sampling_of(settings: Settings) -> Sampling:
     """The sampling settings, with a fresh seed where none or -1 is given."""
     return Sampling(**settings.part("sampling")).seeded()
@@ -130,7 +110,7 @@ def sampling_of(settings: Settings) -> Sampling:
 OWN, OTHER = "Options", "Other"  # the sections of what one command alone takes, and of what all take
 _SECTIONS = (OWN, "Model", "Hardware", "Speculation", "Sampling", "Answer", "Output", OTHER)
 _TITLES = {"Sampling": "Sampling (a model may come with defaults of its own)"}
-_MOST_CHOICES = 40  # characters of choices that stand beside a flag; longer lists only with --help-all
+_PLACEHOLDERS = {"integer": "N", "number": "X", "path": "FILE"}
 _WIDEST_FLAGS = 28  # columns; a longer flag has its text on the next line
 
 
@@ -157,25 +137,14 @@ class SettingOption(GroupedOption):
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         if self.hidden:
             return None
-        is_whole = shows_all(ctx)
-        flags = [flag for flag in self.opts if is_whole or flag == f"--{self.setting.key}" or not flag.startswith("--")]
-        if self.setting.kind == "switch":
-            flags = [f"--[no-]{self.setting.key}"]
-        value = "" if self.setting.kind == "switch" else f" {_value(self.setting)}"
-        choices = "|".join(self.setting.choices)
-        listed = f": {', '.join(self.setting.choices)}" if is_whole and len(choices) > _MOST_CHOICES else ""
-        text, bracket, without = self.setting.help.partition(" [")
-        is_said = bracket or self.setting.default in (None, (), "")
-        default = "" if is_said else f" [{show(self.setting.default)}]"
-        return f"{', '.join(flags)}{value}", f"{text}{listed}{bracket}{without}{default}"
-
-
-def _value(setting: Setting) -> str:
-    choices = "|".join(setting.choices)
-    if choices:
-        return choices if len(choices) <= _MOST_CHOICES else "NAME"
-    kinds = {"integer": "N", "number": "X", "path": "FILE"}
-    return setting.metavar or kinds.get(setting.kind, "TEXT")
+        setting, is_whole = self.setting, shows_all(ctx)
+        flags = [flag for flag in self.opts if is_whole or flag == f"--{setting.key}" or not flag.startswith("--")]
+        value = setting.metavar or "|".join(setting.choices) or _PLACEHOLDERS.get(setting.kind, "TEXT")
+        spelled = f"--[no-]{setting.key}" if setting.kind == "switch" else f"{', '.join(flags)} {value}"
+        listed = f": {', '.join(setting.choices)}" if is_whole and setting.metavar and setting.choices else ""
+        text, bracket, without = setting.help.partition(" [")
+        is_said = bracket or setting.default in (None, (), "")
+        return spelled, f"{text}{listed}{bracket}{without}" + ("" if is_said else f" [{show(setting.default)}]")
 
 
 class SettingsCommand(click.Command):

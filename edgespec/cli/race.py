@@ -27,13 +27,13 @@ from rich.text import Text
 
 from edgespec.bench.prompts import BenchPrompt
 from edgespec.bench.report import Report, Summary, check_picture, equality, picture, report_of
-from edgespec.bench.runner import Runner, Task, Trial
-from edgespec.bench.sweep import balance, changes, costs_of, threshold, typical_width
+from edgespec.bench.runner import Task, Trial, run_trials
+from edgespec.bench.sweep import costs_of, reasons
 from edgespec.cli import FilePath, printable
 from edgespec.cli.main import FAILED, INTERRUPTED
-from edgespec.cli.options import SettingsCommand, require_speculation, resolve_settings, settings_options
+from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
 from edgespec.cli.run import encode_prompt, read_prompt
-from edgespec.cli.session import Session, open_session, show_configuration
+from edgespec.cli.session import Session, open_measured
 from edgespec.cli.terminal import note, stops
 from edgespec.config.options import PRINTING, REMEMBERING, STRUCTURE
 from edgespec.loading.drafts import PROMPTS
@@ -41,14 +41,14 @@ from edgespec.reports import TokenEvent
 
 DEFAULT_TOKENS = 128
 FRAMES_PER_SECOND = 12
-COLOURS = {"model": "cyan", "ngram": "yellow", "suffix": "magenta"}
+COLOURS = {None: "", "model": "cyan", "ngram": "yellow", "suffix": "magenta"}
 OTHER_COLOUR = "green"
 SVG_COLUMNS = 96
 _FRAME_LINES, _FRAME_COLUMNS = 2, 4  # what a panel's border takes
 HOW = "each side runs alone, so that neither slows the other; the left one ran first and is replayed by the same clock"
 
 
-@click.command(cls=SettingsCommand, short_help="Plain and speculative decoding of one prompt, side by side.")
+@click.command(cls=SettingsCommand)
 @settings_options("load", "generate", "sampling", "session", leave_out=(*STRUCTURE, *PRINTING, *REMEMBERING))
 @click.option("-p", "--prompt", metavar="TEXT|-", help="The prompt; - reads it from standard input.")
 @click.option("--svg", "path", type=FilePath(), metavar="FILE", help="Draw the finish as an image.")
@@ -61,15 +61,13 @@ def command(
     1 when the texts differ in reproducible mode.
     """
     settings = resolve_settings(given, model_name, config_file)
-    require_speculation(settings, "race")
     if path is not None:
         check_picture("--svg", path)
     text = PROMPTS[0].text if prompt is None else read_prompt(prompt)
-    session = open_session(settings.below({"max_tokens": DEFAULT_TOKENS}, "race"))
+    session = open_measured(settings, "race", {"max_tokens": DEFAULT_TOKENS})
     with session.model as model:
         task = Task(BenchPrompt("race", text), tuple(encode_prompt(session, text)), session.sampling)
         model.stream(task.prompt_ids, session.sampling, session.options)  # checks the prompt; nothing runs
-        show_configuration(session)
         return _race(session, task, path)
 
 
@@ -90,8 +88,7 @@ def _race(session: Session, task: Task, path: Path | None) -> int:
                 if screen is not None:
                     screen.show(side, at_s)
 
-        runner = Runner(model, session.options, interruption.is_set, on_token)
-        trial = next(iter(runner.run([task])), None)
+        trial = next(run_trials(model, session.options, [task], interruption.is_set, on_token), None)
         for lap in laps.values():
             lap.is_done = trial is not None
         if trial is not None and screen is not None:
@@ -125,13 +122,8 @@ def result_lines(session: Session, trial: Trial, report: Report) -> Iterator[str
         ratio = f"{trial.speedup:.2f}x"
     yield f"{ratio}: {drafted:.1f} tokens/s with speculation, {plain:.1f} without"
     yield equality(report)
-    costs = costs_of(session.model, summary.standard, summary.speculative)
-    if costs is not None and summary.has_drafted:
-        yield balance(summary.standard, summary.speculative)
-    if costs is not None:
-        yield threshold(costs, typical_width(summary.speculative))
-    if costs is not None and summary.has_drafted:
-        yield changes(costs)
+    if (costs := costs_of(session.model, summary.standard, summary.speculative)) is not None:
+        yield from reasons(costs, summary.standard, summary.speculative)
     if trial.noise is not None:
         yield f"noise: plain decoding, run twice, reached {trial.noise:.2f}x of itself"
 
@@ -224,17 +216,13 @@ def legend(marks: Sequence[Mark]) -> Text:
     line = Text(f"tokens: {counts.pop(None, 0)} the target's own", style="dim", no_wrap=True, overflow="ellipsis")
     for name, count in counts.most_common():
         line.append(", ")
-        line.append(f"{count} drafted by {name}", style=f"not dim {_colour_of(name)}")
+        line.append(f"{count} drafted by {name}", style=f"not dim {COLOURS.get(name, OTHER_COLOUR)}")
     return line
-
-
-def _colour_of(drafter: str | None) -> str:
-    return "" if drafter is None else COLOURS.get(drafter, OTHER_COLOUR)
 
 
 def coloured(marks: Sequence[Mark]) -> Text:
     """The text of tokens, each in its drafter's colour."""
     text = Text(overflow="fold")
     for mark in marks:
-        text.append(printable(mark.event.text), style=_colour_of(mark.event.drafter))
+        text.append(printable(mark.event.text), style=COLOURS.get(mark.event.drafter, OTHER_COLOUR))
     return text

@@ -14,22 +14,20 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from edgespec.chat.template import read_template
-from edgespec.cli.options import SettingsCommand, resolve_settings, sampling_of, settings_options
+from edgespec.cli import complete_model
+from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
 from edgespec.cli.session import open_session, show_beginning
 from edgespec.cli.terminal import note, stop_waiting
-from edgespec.config.options import OF_ONE_MODEL, STRUCTURE, GenerateOptions, LoadOptions, ServeOptions
+from edgespec.config.options import OF_ONE_MODEL, STRUCTURE, GenerateOptions, LoadOptions, Sampling, ServeOptions
 from edgespec.config.sources import Settings
-from edgespec.config.values import RANDOM_SEED, NumSequences
+from edgespec.config.values import NumSequences
 from edgespec.errors import CapabilityError, ConfigError
-from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
 from edgespec.installation import install_command, is_importable
 from edgespec.loading.requirements import resolve_pair
-from edgespec.memory.fit import chosen_context
-from edgespec.memory.plan import Room, planned
+from edgespec.memory.plan import Room
 
 if TYPE_CHECKING:
-    from edgespec.config.options import Sampling
     from edgespec.server.residence import SharedMemory
     from edgespec.server.service import Known, Service
 
@@ -43,7 +41,7 @@ _HTTP_ONLY = ("host", "port", "api_key", "exit_with_stdin", "cors_origin", "allo
 @settings_options(
     *("load", "generate", "sampling", "session", "serve"),
     leave_out=("stop", "ignore_eos", *STRUCTURE, *_OF_ONE_ANSWER),
-    takes_models=True,
+    model=click.argument("model_names", metavar="[MODEL]...", nargs=-1, shell_complete=complete_model),
 )
 def command(model_names: tuple[str, ...], config_file: Path | None, **given: Any) -> int:
     """Serve models to other programs: OpenAI's API over HTTP, or JSON lines with --stdio.
@@ -93,12 +91,9 @@ def _announce(url: str) -> None:
     """One line on standard output once the server answers: text for a person, JSON for a program."""
     from edgespec import __version__
 
-    line = {"event": "listening", "url": url, "pid": os.getpid(), "version": __version__}
-    click.echo(
-        f"Listening on {url}, a page for people and APIs for programs (Ctrl-C stops)"
-        if sys.stdout.isatty()
-        else json.dumps(line)
-    )
+    person = f"Listening on {url}, a page for people and APIs for programs (Ctrl-C stops)"
+    program = {"event": "listening", "url": url, "pid": os.getpid(), "version": __version__}
+    click.echo(person if sys.stdout.isatty() else json.dumps(program))
     sys.stdout.flush()
 
 
@@ -129,9 +124,8 @@ def served_models(settings: Sequence[Settings], options: ServeOptions) -> list[S
     pairs = [resolve_pair(each) for each in loading]
     limits = Limits(max_queued=options.max_queue, timeout_s=options.timeout)
     names = _names([each.model for each in loading], pairs, options.alias)
-    shared: dict[str, Any] = {"metrics": Metrics(), "idle_unload_s": options.idle_unload_s}
-    if len(pairs) > 1:
-        shared["places"] = Places(options.models_max)
+    shared: dict[str, Any] = {"metrics": Metrics(), "places": Places(options.models_max)}
+    shared["idle_unload_s"] = options.idle_unload_s
     memory = SharedMemory(Room.now(loading[0].memory)) if len(pairs) > 1 and options.models_max > 1 else None
     # What several models share is not taken by the room of one.
     parallel: NumSequences = options.parallel or ("auto" if memory is None else 1)
@@ -149,29 +143,25 @@ def served_models(settings: Sequence[Settings], options: ServeOptions) -> list[S
 
 
 def _names(given: Sequence[str], pairs: Sequence[ModelPair], aliases: Sequence[str]) -> list[tuple[str, ...]]:
-    """What clients call each model: its aliases, else its own name. Raises ConfigError where two have the same."""
+    """What clients call each model: its aliases, else its own name; of several an alias is NAME=MODEL, or the first's.
+
+    Raises ConfigError where two models have the same name, or an alias is of none.
+    """
     own: list[list[str]] = [[] for _ in pairs]
+    known = [(model, pair.name) for model, pair in zip(given, pairs, strict=True)]
     for alias in aliases:
-        index, name = (0, alias) if len(pairs) == 1 else _meant(alias, given, pairs)
-        own[index].append(name)
+        name, _, model = alias.rpartition("=") if len(pairs) > 1 and "=" in alias else (alias, "", given[0])
+        meant = [names for names, called in zip(own, known, strict=True) if model in called]
+        if not name or not meant:
+            forms = f"give NAME, or NAME=MODEL with one of {', '.join(given)}"
+            raise ConfigError(f"--alias {alias!r} names none of the models: {forms}")
+        meant[0].append(name)
     found = [tuple(dict.fromkeys(names)) or (pair.name,) for names, pair in zip(own, pairs, strict=True)]
     counts = Counter(name for names in found for name in names)
     twice = next((name for name, count in counts.items() if count > 1), None)
     if twice is not None:
         raise ConfigError(f"two models are called {twice!r}: give one of them another name with --alias NAME=MODEL")
     return found
-
-
-def _meant(alias: str, given: Sequence[str], pairs: Sequence[ModelPair]) -> tuple[int, str]:
-    """Which of several models an alias is for, and the name: NAME for the first, NAME=MODEL."""
-    if "=" not in alias:
-        return 0, alias
-    for index, (model, pair) in enumerate(zip(given, pairs, strict=True)):
-        for known in (model, pair.name):
-            if alias.endswith(f"={known}") and len(alias) > len(known) + 1:
-                return index, alias.removesuffix(f"={known}")
-    allowed = ", ".join(given)
-    raise ConfigError(f"--alias {alias!r} names none of the models: give NAME, or NAME=MODEL with one of {allowed}")
 
 
 # -- one model: its settings, and how it comes into memory beside the server's other models
@@ -200,18 +190,14 @@ class Served:
             session = open_session(settings, remembers=True, parallel=self.parallel)
             if self.memory is not None:
                 self.memory.keep(session.model)
-            sampling = self._seeded(session.sampling)
-            self.service.use(session.model, sampling, session.options, session.shown.reasoning_format)
+            self.service.use(session.model, self.sampling, session.options, session.shown.reasoning_format)
             if not self.has_begun:
                 show_beginning(session)
             self.has_begun = True
 
     def check(self) -> None:
         """Raises what a load would raise of files that are missing, damaged or lack something."""
-        options = self.options
-        with self.context.scope(cleanup=False), keeping_headers():
-            pair = resolve_pair(options)
-            planned(chosen_context(options, pair, Room.now(options.memory)), pair)
+        self.known()
 
     def fits(self) -> bool:
         """Whether there is memory for it beside the models that are loaded."""
@@ -221,13 +207,12 @@ class Served:
         """What is told of it before it is loaded. Raises as `check`."""
         from edgespec.server.service import Known
 
-        sampling = self._seeded(
-            sampling_of(self.settings.below(self.pair.recommended, f"recommended for {self.pair.name}"))
-        )
         most = GenerateOptions(**self.settings.part("generate")).max_tokens
-        return Known.read(self.options, self.pair, sampling, most)
+        with self.context.scope(cleanup=False):
+            return Known.read(self.options, resolve_pair(self.options), self.sampling, most)
 
-    def _seeded(self, sampling: Sampling) -> Sampling:
-        """Where nobody gave a seed, another one for each request."""
-        is_given = self.settings.values.get("seed", RANDOM_SEED) != RANDOM_SEED
-        return sampling if is_given else replace(sampling, seed=None)
+    @property
+    def sampling(self) -> Sampling:
+        """With what the model recommends. Where nobody gave a seed, there is none: another one for each request."""
+        settings = self.settings.below(self.pair.recommended, f"recommended for {self.pair.name}")
+        return Sampling(**settings.part("sampling"))

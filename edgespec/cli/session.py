@@ -37,8 +37,6 @@ from edgespec.reports import Stats
 from edgespec.runtime import Model, load
 
 HERE = "this chat"  # where a setting comes from that was changed after loading
-# Settings of `load` that a generation can override as well.
-CHANGEABLE_LATER = ("drafter", "draft_length", "verify")
 
 
 @dataclass(slots=True)
@@ -55,8 +53,7 @@ class Session:
 
     @property
     def options(self) -> GenerateOptions:
-        later = {name: self.settings.values[name] for name in _changed_later(self.settings)}
-        return GenerateOptions(**self.settings.part("generate"), **later)
+        return GenerateOptions(**self.settings.part("generate"))
 
     @property
     def shown(self) -> SessionOptions:
@@ -70,23 +67,18 @@ class Session:
     def use(self, settings: Settings) -> None:
         """Other settings from the next answer on.
 
-        Raises SamplingError, ConfigError for a value out of range, a bad schema or reasoning that has no switch,
-        CapabilityError for a drafter that this model does not have.
+        Raises SamplingError, ConfigError for a value out of range, a bad schema or reasoning that has no switch.
         """
         changed = replace(self, settings=settings)
-        _, options, shown = changed.sampling, changed.options, changed.shown
-        if shown.thinking is not None:
-            self.require_switch()
-        for check in (self.model.check_drafter, self.model.check_structure):  # here, and not at the next message
-            check(options)
+        _, options, _ = changed.sampling, changed.options, changed.shown
+        changed.require_switch()
+        self.model.check_structure(options)  # here, and not at the next message
         self.settings = settings
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation. Raises as `encode_chat`."""
-        chosen = self.shown.thinking
-        prompt_ids = self.model.encode_chat(
-            messages, template_arguments=None if chosen is None else {"enable_thinking": chosen}
-        )
+        chosen = {} if self.shown.thinking is None else {"enable_thinking": self.shown.thinking}
+        prompt_ids = self.model.encode_chat(messages, template_arguments=chosen)
         return before_structure(self.model.target.vocabulary, prompt_ids, self.options, answer_prefix(messages))
 
     @property
@@ -104,8 +96,9 @@ class Session:
         return AnswerPrinter(raw=self.shown.raw, reasoning=reasoning)
 
     def require_switch(self) -> None:
-        """Raises ConfigError where the chat template cannot be told whether to reason."""
-        if "enable_thinking" not in (self.model.target.vocabulary.chat_template or ""):
+        """Raises ConfigError where the chat template is to be told whether to reason, and cannot be."""
+        template = self.model.target.vocabulary.chat_template or ""
+        if self.shown.thinking is not None and "enable_thinking" not in template:
             raise ConfigError(
                 f"the chat template of {self.model.pair.name} has no switch for reasoning (enable_thinking): leave "
                 "out --thinking and --no-thinking"
@@ -134,10 +127,6 @@ def completed(settings: Settings, model: Model, seed: int | None) -> Settings:
     return settings.below({"seed": seed}, "chosen at random")
 
 
-def _changed_later(settings: Settings) -> list[str]:
-    return [name for name in CHANGEABLE_LATER if settings.sources.get(name) == HERE]
-
-
 def open_session(settings: Settings, *, remembers: bool = False, parallel: NumSequences = 1) -> Session:
     """Load what the settings name. Every option is checked before any file is opened.
 
@@ -151,15 +140,29 @@ def open_session(settings: Settings, *, remembers: bool = False, parallel: NumSe
     if settings.values.get("seed") == RANDOM_SEED:  # one for all answers, which is told
         settings = settings.without(("seed",))
     GenerateOptions(**settings.part("generate"))
-    shown = SessionOptions(**settings.part("session"))
-    model = _load(settings.without(_changed_later(settings)), parallel)
+    SessionOptions(**settings.part("session"))
+    with waiting(f"loading {settings.values.get('model', 'demo')}"):
+        model = load(**settings.part("load"), parallel=parallel)
     session = Session(model, completed(settings, model, seed))
-    if shown.thinking is not None:
-        try:
-            session.require_switch()
-        except ConfigError:
-            model.close()
-            raise
+    try:
+        session.require_switch()
+    except ConfigError:
+        model.close()
+        raise
+    return session
+
+
+def open_measured(settings: Settings, command: str, usual: Mapping[str, Any]) -> Session:
+    """As `open_session`, for a command that compares speculation with plain decoding, with all that it runs with shown.
+
+    `usual`: its own defaults. Raises ConfigError where speculation is turned off.
+    """
+    for name, off in (("drafter", "none"), ("draft_length", 0)):
+        if settings.values.get(name) == off:
+            given = f"--{name.replace('_', '-')} {off} ({settings.sources[name]})"
+            raise ConfigError(f"{command} compares speculation with plain decoding, and {given} turns speculation off")
+    session = open_session(settings.below(usual, command))
+    show_beginning(session, measures=True)
     return session
 
 
@@ -187,37 +190,21 @@ def require_chat_template(settings: Settings, *, is_chat: bool = False) -> None:
         )
 
 
-def _load(settings: Settings, parallel: NumSequences) -> Model:
-    options = settings.part("load") | {"parallel": parallel}
-    with waiting(f"loading {options.get('model', 'demo')}"):
-        return load(**options)
+def show_beginning(session: Session, *, measures: bool = False) -> None:
+    """What a person should know before the first answer, on stderr: the model's banner and one line; more with -v.
 
-
-def show_beginning(session: Session) -> None:
-    """What a person should know before the first answer, on stderr: the model's banner and one line; more with -v."""
+    `measures`: of a command whose result depends on all of the configuration.
+    """
     model = session.model
     if model.pair.banner:
-        note(model.pair.banner)
+        (detail if measures else note)(model.pair.banner)
     if model.options.learn and not exists(learnt_texts(model.target.vocabulary).path):
         note("Learning from answers: on (edgespec corpus rm --learnt deletes it)")
-    if verbosity() == "verbose":
-        _show_all(session)
-        return
-    if model.memory is not None and model.memory.note:
+    is_whole = measures or verbosity() == "verbose"
+    if model.memory is not None and model.memory.note and not is_whole:
         note(f"note: {model.memory.note}")
-    note(configuration(model, session.sampling, session.options, whole=False))
-
-
-def show_configuration(session: Session) -> None:
-    """The banner and the whole configuration, on stderr, for commands that measure; notes with --verbose."""
-    if session.model.pair.banner:
-        detail(session.model.pair.banner)
-    _show_all(session)
-
-
-def _show_all(session: Session) -> None:
-    note(configuration(session.model, session.sampling, session.options))
-    for line in session.model.notes:
+    note(configuration(model, session.sampling, session.options, whole=is_whole))
+    for line in model.notes:
         detail(line)
 
 
@@ -248,11 +235,11 @@ class Chat:
     def say_again(self) -> None:
         """Answer the last message again with the next seed; the same seed would give the same text."""
         before = self.conversation.copy()
-        if not self.conversation.regen():
+        if (text := self.conversation.undo()) is None:
             reply("there is nothing to answer yet")
             return
-        seed = self.session.seed + 1
-        seed = seed if seed < 1 << 64 and seed != RANDOM_SEED else 0
+        self.conversation.ask(text)
+        seed = (self.session.seed + 1) % (1 << 64)  # never -1, which is any
         self.session.settings = self.session.settings.above({"seed": seed}, HERE)
         is_greedy = self.session.sampling.temperature == 0
         reply("temperature 0: the answer will be the same" if is_greedy else f"seed {seed}")
@@ -269,12 +256,19 @@ class Chat:
 
     def _answer(self, before: Conversation, prefix: str = "") -> None:
         """Fit, generate, print, remember. `before`: what to return to when there is no answer; `prefix`: its begin."""
+        session = self.session
         try:
             self._make_room()
-            reasoning, text = self._generate(prefix)
+            prompt_ids = session.encode(self.conversation.messages)
+            printer = session.printer(prompt_ids, prefix)
+            answer = session.model.stream(prompt_ids, session.sampling, replace(session.options, logprobs=False))
+            self.last = answer.stats
+            if printer.print_all(answer):
+                note("stopped")
         except BaseException:
             self.conversation = before
             raise
+        reasoning, text = printer.parts
         if prefix:
             self.conversation.continue_answer(text)
             if not text:
@@ -284,7 +278,7 @@ class Chat:
         else:
             self.conversation = before
             note(f"no answer{' after the reasoning' if reasoning else ''}; the message is dropped")
-        self.session.show_end(self.last, in_chat=True)
+        session.show_end(self.last, in_chat=True)
 
     def _make_room(self) -> None:
         model, wanted = self.session.model, self.session.options.max_tokens
@@ -295,18 +289,6 @@ class Chat:
         if dropped:
             oldest = counted(dropped, "exchange")
             note(f"the context of {model.context_length} tokens is full: dropped the oldest {oldest}")
-
-    def _generate(self, prefix: str) -> tuple[str, str]:
-        """(the reasoning, the answer behind `prefix`)."""
-        session = self.session
-        prompt_ids = session.encode(self.conversation.messages)
-        options = replace(session.options, logprobs=False)
-        printer = session.printer(prompt_ids, prefix)
-        answer = session.model.stream(prompt_ids, session.sampling, options)
-        self.last = answer.stats
-        if printer.print_all(answer):
-            note("stopped")
-        return printer.parts
 
 
 class SavedChat:

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from edgespec.chat.conversation import Conversation
-from edgespec.cli import aligned, printable
 from edgespec.cli.answer import readable
 from edgespec.cli.models import card
 from edgespec.cli.options import show
-from edgespec.cli.session import (
-    CHANGEABLE_LATER,
-    HERE,
-    Chat,
-    completed,
-    open_session,
-    require_chat_template,
-    show_beginning,
-)
-from edgespec.cli.stdin import file_text
+from edgespec.cli.session import HERE, Chat, completed, open_session, require_chat_template, show_beginning
 from edgespec.cli.terminal import configuration, counted, reply, stats_lines
 from edgespec.config.options import BY_KEY, OF_ONE_MODEL, SETTINGS, fresh_seed
 from edgespec.config.sources import Settings, find
 from edgespec.config.table import CALLED, Setting, did_you_mean
-from edgespec.config.values import RANDOM_SEED
-from edgespec.errors import ConfigError, EdgespecError, StateError
+from edgespec.config.values import RANDOM_SEED, aligned
+from edgespec.errors import ConfigError, EdgespecError
 from edgespec.loading.registry import SUFFIXES, is_known
-from edgespec.platform.files import exists, expanded
+from edgespec.platform.files import exists, expanded, given_text
 from edgespec.platform.machine import reset_peak
 
 _SHOWN_CHARACTERS = 200  # of a message that is taken back
@@ -43,29 +32,22 @@ class Command(NamedTuple):
     run: Callable[[Chat, str], None]
 
 
-class _Leave(Exception):
-    """The user asked to leave."""
-
-
-def run_slash(chat: Chat, line: str) -> bool:
-    """Run one command line; False when the chat shall end. Raises ConfigError, StateError."""
+def run_slash(chat: Chat, line: str) -> None:
+    """Run one command line. Raises ConfigError, StateError, and EOFError for the one that leaves."""
     name, _, argument = line.partition(" ")
     name = _ALIASES.get(name, name)
     if name not in COMMANDS:
         hint = _nearest(name) or "; /help lists them"
         raise ConfigError(f"no such command {name}{hint} (a message may begin with a space)")
-    try:
-        COMMANDS[name].run(chat, argument.strip())
-    except _Leave:
-        return False
-    return True
+    command = COMMANDS[name]
+    if not argument.strip() and " " in command.usage and "[" not in command.usage:
+        raise ConfigError(f"{name} alone does nothing; {command.usage}: {command.help}")
+    command.run(chat, argument.strip())
 
 
 def _nearest(name: str) -> str:
     setting = BY_KEY.get(name[1:].replace("-", "_"))
-    if setting is not None and (setting.part != "load" or setting.name in CHANGEABLE_LATER):
-        return f"; did you mean '/set {setting.key} VALUE'?"
-    return did_you_mean(name, COMMANDS)
+    return did_you_mean(name, COMMANDS) if setting is None else f"; did you mean '/set {setting.key} VALUE'?"
 
 
 def _help(chat: Chat, argument: str) -> None:
@@ -75,7 +57,7 @@ def _help(chat: Chat, argument: str) -> None:
 
 
 def _clear(chat: Chat, argument: str) -> None:
-    chat.conversation.clear()
+    chat.conversation.turns.clear()
     chat.attached.clear()
     reply("conversation cleared")
 
@@ -87,7 +69,7 @@ def _system(chat: Chat, argument: str) -> None:
 
 
 def _save(chat: Chat, argument: str) -> None:
-    path = _path(argument, "/save")
+    path = expanded(argument)
     if exists(path):
         Conversation.load(path)  # refuses to overwrite anything but a conversation
     chat.conversation.save(path)
@@ -95,29 +77,17 @@ def _save(chat: Chat, argument: str) -> None:
 
 
 def _load(chat: Chat, argument: str) -> None:
-    path = _path(argument, "/load")
+    path = expanded(argument)
     if path.suffix in SUFFIXES or (not exists(path) and is_known(argument)):  # Ollama loads models with it, too
         _model(chat, argument)
         return
     chat.conversation = Conversation.load(path)
-    _print_turns(chat.conversation)
-    reply(f"loaded {counted(chat.conversation.num_exchanges, 'exchange')} from {path}")
-
-
-def _print_turns(conversation: Conversation) -> None:
-    """The last exchanges, as they looked when they were made."""
-    earlier = max(len(conversation.turns) - _SHOWN_TURNS, 0)
-    if earlier:
+    turns = chat.conversation.turns
+    if earlier := max(len(turns) - _SHOWN_TURNS, 0):
         reply(f"({earlier} earlier messages)")
-    for turn in conversation.turns[earlier:]:
-        text = printable(readable(str(turn["content"])))
-        reply(f"> {text}" if turn["role"] == "user" else text)
-
-
-def _path(argument: str, name: str) -> Path:
-    if not argument:
-        raise StateError(f"{name} needs a file name")
-    return expanded(argument)
+    for turn in turns[earlier:]:
+        reply(f"{'> ' if turn['role'] == 'user' else ''}{readable(str(turn['content']))}")
+    reply(f"loaded {counted(chat.conversation.num_exchanges, 'exchange')} from {path}")
 
 
 def _undo(chat: Chat, argument: str) -> None:
@@ -149,26 +119,23 @@ def _set(chat: Chat, argument: str) -> None:
     value = setting.read(text.strip(), f"/set {setting.key}")
     if setting.name == "seed" and value == RANDOM_SEED:
         _unset(chat, name)
-    elif setting.part == "load" and setting.name not in CHANGEABLE_LATER:
-        _load_again(chat, {setting.name: value})
     else:
-        _change(chat, setting, chat.session.settings.above({setting.name: value}, HERE))
+        _use(chat, setting, chat.session.settings.above({setting.name: value}, HERE))
 
 
 def _model(chat: Chat, argument: str) -> None:
     if argument:
-        _load_again(chat, {"model": argument})
+        _load_again(chat, chat.session.settings.above({"model": argument}, HERE))
     else:
         reply(f"model: {chat.session.model.pair.name}; /model NAME loads another one")
 
 
-def _load_again(chat: Chat, changes: Mapping[str, Any]) -> None:
+def _load_again(chat: Chat, settings: Settings) -> None:
     """Load with other settings of loading; the conversation goes on. What fails leaves the chat as it was."""
     before = chat.session
-    kept = before.settings.without(name for name, source in before.settings.sources.items() if "recommended" in source)
-    if "model" in changes:
-        kept = kept.without(OF_ONE_MODEL)
-    settings = kept.above(changes, HERE)
+    if settings.values.get("model") != before.settings.values.get("model"):
+        settings = settings.without(OF_ONE_MODEL)
+    settings = settings.without(name for name, source in settings.sources.items() if "recommended" in source)
     require_chat_template(settings, is_chat=True)  # before the model that is loaded makes room
     before.model.close()
     reset_peak()  # the next answers tell that of their own model
@@ -181,28 +148,23 @@ def _load_again(chat: Chat, changes: Mapping[str, Any]) -> None:
 
 
 def _unset(chat: Chat, argument: str) -> None:
-    if not argument:
-        raise ConfigError("/unset needs the name of a setting, such as: /unset json-schema")
     setting = find(argument, "/unset")
     rest = chat.session.settings.without((setting.name,))
-    _change(chat, setting, completed(rest, chat.session.model, fresh_seed()))
+    _use(chat, setting, completed(rest, chat.session.model, fresh_seed()))
 
 
-def _change(chat: Chat, setting: Setting, settings: Settings) -> None:
-    """Use `settings` from the next answer on, and say what `setting` is then. Raises as `Session.use`."""
+def _use(chat: Chat, setting: Setting, settings: Settings) -> None:
+    """Use `settings` from the next answer on, and say what `setting` is then. Raises as `Session.use` and a load."""
     if setting.part == "serve":
         raise ConfigError(f"{setting.key} is a setting of edgespec serve: it changes nothing in a chat")
-    if (setting.part == "load" and setting.name not in CHANGEABLE_LATER) or setting.name == "chat_template":
-        raise ConfigError(f"{setting.key} cannot change while the model is loaded: /set gives it a value")
-    chat.session.use(settings)
+    if setting.name == "chat_template":
+        raise ConfigError(f"{setting.key} is on in every chat: edgespec run --no-chat-template continues a text")
+    if setting.part == "load":
+        _load_again(chat, settings)
+    else:
+        chat.session.use(settings)
     if setting.name == "system":
         chat.conversation.system = settings.values.get("system")
-    _say(chat, setting)
-
-
-def _say(chat: Chat, setting: Setting) -> None:
-    """What a setting is now."""
-    if setting.name == "system":
         _system(chat, "")
         return
     value = _present(chat, setting)
@@ -230,10 +192,9 @@ def _present(chat: Chat, setting: Setting) -> Any:
     """A setting's present value; None when it is left to the model."""
     if setting.name == "system":
         return chat.conversation.system
-    given = chat.session.settings
-    if setting.part == "load" and given.sources.get(setting.name) != HERE:
+    if setting.part == "load":
         return getattr(chat.session.model.options, setting.name)
-    return given.values.get(setting.name, setting.default)
+    return chat.session.settings.values.get(setting.name, setting.default)
 
 
 def _spelled(value: Any) -> str:
@@ -245,8 +206,16 @@ def _stats(chat: Chat, argument: str) -> None:
         reply(line)
 
 
+def file_text(name: str, source: str) -> str:
+    """The text of a file for a message, without the end of its last line. Raises ConfigError naming `source`."""
+    text = given_text(name, source).removesuffix("\n")
+    if not text.strip():
+        raise ConfigError(f"{source}: the file {name!r} holds no text")
+    return text
+
+
 def _exit(chat: Chat, argument: str) -> None:
-    raise _Leave
+    raise EOFError
 
 
 def _table(rows: list[tuple[str, ...]]) -> None:
@@ -256,8 +225,6 @@ def _table(rows: list[tuple[str, ...]]) -> None:
 
 def _read(chat: Chat, argument: str) -> None:
     """Raises ConfigError for a file that cannot be read."""
-    if not argument:
-        raise StateError("/read needs a file name")
     text = file_text(argument, "/read")
     chat.attached.append(text)
     reply(f"{counted(len(text), 'character')} of {argument} go behind the next message (/clear takes them back)")

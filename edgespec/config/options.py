@@ -194,7 +194,9 @@ class LoadOptions:
         basic=True,
         check=as_given(budget_bytes),
     )
-    drafter: DrafterName = _speculation("auto", "--drafter", "How tokens are drafted; none: not at all", basic=True)
+    drafter: DrafterName = _speculation(
+        "auto", "--drafter NAME", "How tokens are drafted; none: not at all", basic=True
+    )
     draft_length: DraftLength = _speculation(
         "auto",
         "--draft-length --num-draft-tokens --draft-max N|auto",

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from edgespec.config.values import Check, as_path, as_switch, as_text
 from edgespec.errors import ConfigError, shown
-from edgespec.platform.files import expanded, read_text
+from edgespec.platform.files import expanded, given_text
 
 Part = Literal["load", "sampling", "generate", "session", "serve"]
 Group = Literal["Model", "Speculation", "Sampling", "Answer", "Output", "Hardware", "Options"]
@@ -105,7 +105,7 @@ class Setting:
         if self.kind == "texts":
             return (text,)
         if self.kind == "contents":
-            return _contents(text, source)
+            return text if text.lstrip().startswith("{") else given_text(text, source)  # JSON, or the name of a file
         if self.kind == "path":
             return expanded(text)
         try:
@@ -154,17 +154,6 @@ def check_values(options: object) -> None:
         value = getattr(options, setting.name)
         if setting.check is not None and (value is not None or setting.default is not None):
             object.__setattr__(options, setting.name, setting.check(setting.name, value))
-
-
-def _contents(text: str, source: str) -> str:
-    """What a file holds; `text` itself where it is a JSON object and so no name of a file. Raises ConfigError."""
-    if text.lstrip().startswith("{"):
-        return text
-    try:
-        return read_text(expanded(text))
-    except (OSError, ValueError) as exc:  # ValueError: no UTF-8, a NUL in the name
-        reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{source}: the file {text!r} cannot be read: {reason}") from exc
 
 
 def _by_word(said: Mapping[str, str]) -> Mapping[str, str]:

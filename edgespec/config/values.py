@@ -6,11 +6,10 @@ that says what was given and what is allowed.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
 from numbers import Real
@@ -254,6 +253,13 @@ def as_size(num_bytes: float) -> str:
     return f"{num_bytes / 2**10:.0f} KiB" if num_bytes >= 1 << 10 else f"{num_bytes:.0f} bytes"
 
 
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Rows of a table as lines; the columns `right` end, and the others begin, below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.rjust if index in right else str.ljust for index in range(len(widths))]
+    return ["  ".join(side(cell, w) for side, cell, w in zip(sides, row, widths, strict=True)).rstrip() for row in rows]
+
+
 _ENDPOINT = re.compile(r"([A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?):([0-9]{1,6})")
 
 
@@ -273,8 +279,3 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     """A checked endpoint as (host, port)."""
     host, _, port = endpoint.rpartition(":")
     return host, int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only programs of this machine can reach an IPv4 address that a server listens on."""
-    return ipaddress.IPv4Address(host).is_loopback

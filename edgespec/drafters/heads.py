@@ -211,7 +211,7 @@ class DFlashDrafter(HeadDrafter):
         kept = self._keep(self._shared_tokens(token_ids), first_known, end, 0)
         head.inject(features[kept - first_known :])
         self._known = token_ids.copy()
-        logits, confidences = head.block(int(chain.request.token_ids[-1]))
+        logits, confidences = head.block(int(chain.request.token_ids[-1]), chain.request.max_tokens)
         while chain.is_open:
             row = len(chain.token_ids)
             chain.add(logits[row], None if confidences is None else float(confidences[row]))

@@ -39,7 +39,7 @@ class EngineFacts:
     device: str
     threads: int
     class_key: str = ""  # under which its classes are cached; empty: they follow from how its kernels are made
-    max_branches: int = 0  # most side branches of the trees of a batch; 0: chains only
+    max_branches: int = 0  # most side branches of the trees of a batch; 0: chains only, which are always allowed
     row_cost: float = 0.2  # a guess at what a further row adds to a pass over one, until passes tell
     prompt_block: int = 0  # with a narrow class, most rows of a pass that reads a prompt; 0: these keep to the class
     can_pack: bool = False  # rows of several sequences may share a pass; with a pinned class each keeps its bits
@@ -58,11 +58,6 @@ class EngineFacts:
     def loaded_reach(self, length: int) -> int:
         """The shortest length but 0 to which a text can be shortened whose state of `length` tokens was loaded."""
         return length if 0 < self.state_window < length else 0
-
-    @property
-    def can_tree(self) -> bool:
-        """Whether a batch may hold trees; chains are always allowed."""
-        return self.max_branches > 0
 
     @property
     def can_speculate(self) -> bool:

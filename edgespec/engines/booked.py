@@ -85,8 +85,12 @@ class SequenceBook:
     def check_settled(self, sequence: int) -> None:
         """Raises BatchError for a sequence that does not exist or that needs a `keep_path` first."""
         self.check(sequence)
-        if sequence in self._last and self._last[sequence].is_tree:
+        if self.is_unsettled(sequence):
             raise BatchError(f"sequence {sequence} holds an unsettled tree; call keep_path or rollback first")
+
+    def is_unsettled(self, sequence: int) -> bool:
+        """Whether it was last given a tree, of which nothing was chosen yet."""
+        return sequence in self._last and self._last[sequence].is_tree
 
     def record(self, placed: dict[int, SequenceRows]) -> None:
         """A pass has scored these rows: chains are in the cache now, trees need a `keep_path`."""

@@ -162,8 +162,10 @@ class DraftHead(Closing):
         """Append the target's features [n, feature_width] of the next n tokens; of some of them after an error."""
         raise self._lacks("inject")
 
-    def block(self, token_id: int) -> tuple[Logits, Confidences | None]:
+    def block(self, token_id: int, most: int | None = None) -> tuple[Logits, Confidences | None]:
         """Score what follows `token_id`, the token behind the cached ones: logits [facts.most_drafted, vocabulary].
+
+        Only the first `most` rows are needed, where that is given.
 
         With them, for a head that gives any, the probabilities [most_drafted] that the target accepts the likeliest
         tokens. The cache is as before the call, also after an error.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from edgespec.errors import ConfigError
+
 DEFAULT_CONTEXT = 4096
 MAX_BATCH, MAX_BRANCHES, WIDEST = 512, 16, 63
 MOST_CHECKPOINTS = 2  # of a sequence with a running state
@@ -40,6 +42,20 @@ class ModelUse:
     provider: str = "auto"  # auto, cpu, cuda
     exit_layer: int | None = None  # its first layers, so many, draft beside it, in a plan only
     hidden_states: bool = False  # allow `give_hidden_states`
+
+    def length_for(self, name: str, longest: int | None) -> int:
+        """Tokens per sequence of the model `name`: as asked, or the `longest` that it was trained for.
+
+        Raises ConfigError beyond that, where the model would write nonsense.
+        """
+        if self.context_length is None:
+            return min(longest or self.default_context, self.default_context)
+        if longest is not None and self.context_length > longest:
+            raise ConfigError(
+                f"a context of {self.context_length} tokens was requested, but {name} was trained for {longest}: give "
+                "at most that, or -c max"
+            )
+        return self.context_length
 
 
 @dataclass(frozen=True, slots=True)

@@ -310,7 +310,7 @@ class CachedSequence:
                 part = token_ids[start : end if is_whole else min(end, start + self.most_rows)]
                 start += part.size
                 batch = Batch.chain(part, sequence=self.sequence, last_only=True)
-                known = self._prompt_features
+                known = PROMPT_STATES[self.engine.states_of]  # last tokens of a prompt whose states are kept
                 is_late = start + known > token_ids.size
                 wanted = self.keeps_features and is_late and part.size <= self._most_with_states
                 hidden = wanted if self.keeps_features else None
@@ -344,11 +344,6 @@ class CachedSequence:
     def _most_with_states(self) -> int:
         """Most rows of a prompt's pass that gives hidden states: it may need logits of all of them."""
         return PROMPT_FEATURES if self.engine.states_of == "scored rows" else sys.maxsize
-
-    @property
-    def _prompt_features(self) -> int:
-        """Last tokens of a prompt whose hidden states are kept."""
-        return PROMPT_STATES[self.engine.states_of]
 
     def scoring(self, pending_token_id: int, draft: Draft) -> Passes[Logits]:
         """Logits [1 + draft tokens, vocabulary] of the pending token and every draft node; `keep` must follow."""

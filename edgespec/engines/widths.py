@@ -96,35 +96,6 @@ def _highest(engine: Engine, ids: TokenIds, widths: list[int]) -> int:
     return highest
 
 
-def reads_alike(engine: Engine, width: int) -> bool:
-    """Whether text read in passes of `width` rows, the last one narrower, has the same bits each time.
-
-    In an empty cache, after another text was in it, and on as few threads as there may be. Sequence 0 is empty before
-    and after.
-    """
-    ids, steps = sample_text(engine, width + width // 3), engine.thread_steps()
-
-    def bits() -> bytes:
-        """Of the cache after `ids`, and of the logits of each pass."""
-        engine.rollback(0)
-        logits = b""
-        for start in range(0, ids.size, width):
-            logits += engine.forward(Batch.chain(ids[start : start + width], last_only=True)).tobytes()
-        return logits + _cache_digest(engine)
-
-    try:
-        first = bits()
-        engine.rollback(0)
-        _read(engine, ids[::-1].copy())
-        if bits() != first:
-            return False
-        engine.set_threads(steps[-1])
-        return bits() == first
-    finally:
-        engine.set_threads(steps[0])
-        engine.rollback(0)
-
-
 def confirm(engine: Engine, width: int, pair: WidthClass) -> bool:
     """Whether `width` gives the same bits as the widest pass of its class `pair`, over CONFIRM_ROWS rows of text and
     over EARLY_ROWS rows near its beginning.
@@ -233,13 +204,18 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, advice: str) -> Engin
     found = _proved(engine, key, widest) if engine.facts.can_rollback else Proved(None)
     pinned = found.pinned
     if pinned is None:
-        raise CapabilityError(_why_none(found, advice))
+        when = ", as was seen when it ran before" if found.refuted else ""
+        raise CapabilityError(
+            f"this model cannot be reproducible on this machine: passes of different widths give different bits{when}. "
+            f"{advice}"
+        )
     max_batch = engine.facts.max_batch
     if pinned[1] >= WIDE_ENOUGH_FOR_PROMPTS:
         # Prompts are read at these widths too, so that a cache's bits depend on its tokens alone.
         max_batch = min(max_batch, pinned[1])
     is_narrow = pinned[1] < min(WIDE_ENOUGH_FOR_PROMPTS, max_batch)
-    block = min(BLOCK, max_batch) if is_narrow and _reads_alike(engine, key) else 0
+    block = min(BLOCK, max_batch)
+    block = block if is_narrow and reads_alike(engine, key, block) else 0
     return replace(
         engine.facts,
         pinned_class=pinned,
@@ -251,15 +227,33 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, advice: str) -> Engin
     )
 
 
-def _reads_alike(engine: Engine, key: str) -> bool:
-    """Whether a prompt that is read again in the same wide passes gets the same bits: cached, or tested now."""
-    width = min(BLOCK, engine.facts.max_batch)
+def reads_alike(engine: Engine, key: str, width: int) -> bool:
+    """Whether text read in passes of `width` rows, the last one narrower, has the same bits each time.
+
+    In an empty cache, after another text was in it, and on as few threads as there may be. Sequence 0 is empty before
+    and after. The result is cached under `key`.
+    """
     key = key_of(METHOD, key, width)
     known: bool | None = disk_cache.get("blocks", key, bool)
-    if known is None:
-        known = reads_alike(engine, width)
-        disk_cache.put("blocks", key, known)
-    return known
+    if known is not None:
+        return known
+    ids, steps, found = sample_text(engine, width + width // 3), engine.thread_steps(), set[bytes]()
+    other = ids[::-1].copy()
+    try:
+        for threads, before in ((steps[0], None), (steps[0], other), (steps[-1], None)):
+            engine.set_threads(threads)
+            engine.rollback(0)
+            if before is not None:
+                _read(engine, before)
+                engine.rollback(0)
+            starts = range(0, ids.size, width)
+            logits = [engine.forward(Batch.chain(ids[at : at + width], last_only=True)).tobytes() for at in starts]
+            found.add(b"".join(logits) + _cache_digest(engine))
+    finally:
+        engine.set_threads(steps[0])
+        engine.rollback(0)
+    disk_cache.put("blocks", key, len(found) == 1)
+    return len(found) == 1
 
 
 def refute(engine: Engine) -> None:
@@ -277,17 +271,6 @@ def _proved(engine: Engine, key: str, widest: int) -> Proved:
     found = Proved(find_class(engine, widest, MAX_PADDED_WIDTH))
     disk_cache.put("widths", key, found)
     return found
-
-
-def _why_none(found: Proved, advice: str) -> str:
-    if found.refuted:
-        return (
-            "this model cannot be reproducible on this machine: when it ran before, passes of different widths gave "
-            f"different bits. {advice}"
-        )
-    return (
-        f"this model cannot be reproducible on this machine: narrow passes give different bits at every width. {advice}"
-    )
 
 
 # -- while it is in use

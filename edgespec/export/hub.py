@@ -98,8 +98,7 @@ def hub_source(hub_id: str, revision: str) -> Source:
         return places[0].parent
 
     folder = fetch(sorted(matching(list(sizes), SMALL_FILES)))
-    cached = {name: library().try_to_load_from_cache(hub_id, name, revision=found.commit) for name in weights}
-    missing = {name: size for name, size in weights.items() if not isinstance(cached[name], str)}
+    missing = {name: size for name, size in weights.items() if not (folder / name).is_file()}
     return Source(hub_id.rpartition("/")[2], folder, weights, missing, "", fetch)
 
 

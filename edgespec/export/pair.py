@@ -6,20 +6,29 @@ which quantised GGUFs and ONNX graphs are made. Layout of a pair:
     target-QUANT.gguf  draft-QUANT.gguf  onnx/target/model.onnx ...  onnx/draft/model.onnx ...  heads/eagle.npz
 
 The folder gets its final name only after all files passed the check; what an interrupted export wrote is deleted.
+Files beside an output `NAME` while an export runs or after it was killed:
+
+    .NAME.export.lock       file lock of the running export
+    .NAME.export/pair/      becomes NAME
+    .NAME.export/temporary/
+    .NAME.replaced          the old output for the moment in which --force replaces it
 """
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections import Counter
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
-from edgespec.errors import ConfigError, EdgespecError, EngineError, ModelFileError
+from filelock import FileLock, Timeout
+
+from edgespec.config.values import as_size
+from edgespec.errors import ConfigError, EngineError, ModelFileError, UsageError
 from edgespec.export.check import (
     ABSURD,
     CHECK_CONTEXT,
@@ -33,19 +42,27 @@ from edgespec.export.check import (
     open_engine,
     reference_of,
     require_packages,
-    token_names,
 )
-from edgespec.export.hub import Source, card_licence, find_source, recommended_sampling, source_here
+from edgespec.export.hub import Source, find_source, source_here
 from edgespec.export.request import ENGINES, STRAIGHT_GGUF, ExportRequest, Format
-from edgespec.export.room import Facts, check_room, disk_bytes, facts_of_gguf, human, memory_bytes, read_facts
-from edgespec.export.workspace import Artefact, Workspace, check_output, opened, write_manifest
+from edgespec.export.source import (
+    SourceModel,
+    Weights,
+    check_room,
+    disk_bytes,
+    memory_bytes,
+    of_folder,
+    of_gguf,
+)
 from edgespec.formats.architectures import ARCHITECTURES
 from edgespec.formats.checkpoint import full_config, named_architecture, unsupported
-from edgespec.formats.gguf.header import GgufHeader, keeping_headers
+from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.head_file import read_head_file
-from edgespec.formats.manifest import HEADS, MANIFEST, read_pair
+from edgespec.formats.manifest import HEADS, MANIFEST, read_pair, write_manifest
+from edgespec.formats.onnx import MODEL
 from edgespec.formats.onnx.llama_config import WRITABLE
 from edgespec.installation import has_engine, install_command, require_engine
+from edgespec.loading.download import checksummed
 from edgespec.platform.files import write_errors
 from edgespec.types import Progress
 from edgespec.vocabulary import check_same_names
@@ -64,35 +81,17 @@ class Reporter(Protocol):
         """A stage of the work; the yielded function receives its progress."""
 
 
-class Weights(NamedTuple):
-    """A GGUF that files are made of, and the type of most of it."""
+class Made(NamedTuple):
+    """One role in one format: its files, the one to open first."""
 
-    path: Path
+    format: Format
+    role: str
     quant: str
-
-
-@dataclass(frozen=True)
-class SourceModel:
-    """What a role is made of, as far as headers and small files tell: a GGUF, or the folder of a `checkpoint`.
-
-    `said`: what the manifest says of it as a target; `weights`: the GGUF.
-    """
-
-    name: str
-    facts: Facts
-    token_names: list[str]
-    said: Mapping[str, Any]
-    weights: Weights | None = None
-    checkpoint: Source | None = None
+    files: tuple[Path, ...]
 
     @property
-    def missing(self) -> Mapping[str, int]:
-        """The weights that have to be fetched: bytes by file."""
-        return {} if self.checkpoint is None else self.checkpoint.missing
-
-    @property
-    def folder(self) -> Path | None:
-        return None if self.checkpoint is None else self.checkpoint.folder
+    def path(self) -> Path:
+        return self.files[0]
 
 
 def export_pair(request: ExportRequest, reporter: Reporter) -> tuple[dict[str, int], dict[str, Any]]:
@@ -102,12 +101,84 @@ def export_pair(request: ExportRequest, reporter: Reporter) -> tuple[dict[str, i
     CapabilityError (missing package, not enough disk or memory), ExportRefused (a file differs from its source).
     """
     _require(request)
-    check_output(request.output, replace=request.force)
-    with keeping_headers(), opened(request.output, replace=request.force) as workspace:
+    with keeping_headers(), workspace(request.output, replace=request.force) as (folder, temporary):
         models = _fetched(request, _found(request, reporter), reporter)
-        files, figures = _Export(request, models, workspace, reporter).make()
-        workspace.publish()
-    return files, figures
+        return _Export(request, models, folder, temporary, reporter).make()
+
+
+# the working folder: locked, and renamed atomically at the end
+
+_FIX = "choose another --output"
+
+
+@contextmanager
+def workspace(output: Path, *, replace: bool) -> Iterator[tuple[Path, Path]]:
+    """(the folder that becomes `output` where the block ends without an error, one for what is needed meanwhile).
+
+    Locked until then. Raises UsageError if the output exists and `replace` is False, or another export is writing it;
+    StateError where nothing can be written.
+    """
+    folder = output.with_name(f".{output.name}.export")
+    pair, temporary = folder / "pair", folder / "temporary"
+    with _locked(output):
+        check_output(output, replace=replace)
+        try:
+            shutil.rmtree(folder, ignore_errors=True)  # what an export that was killed left
+            with write_errors(output, fix=_FIX):
+                for each in (pair, temporary):
+                    each.mkdir(parents=True)
+            yield pair, temporary
+            check_output(output, replace=replace)  # it may have appeared meanwhile
+            _publish(pair, output)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    lock = FileLock(output.with_name(f".{output.name}.export.lock"), timeout=0)
+    with write_errors(output, fix=_FIX):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise UsageError(
+                f"another edgespec is writing {output}: wait for it, or choose another --output"
+            ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+        if sys.platform != "win32":  # where the lock deletes its file itself
+            Path(lock.lock_file).unlink(missing_ok=True)
+
+
+def _publish(pair: Path, output: Path) -> None:
+    replaced = output.with_name(f".{output.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if output.exists():
+        output.replace(replaced)
+    try:
+        pair.replace(output)
+    except OSError:
+        if replaced.exists():
+            replaced.replace(output)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def check_output(output: Path, *, replace: bool) -> None:
+    """Raise UsageError if the export must not replace what exists at `output`."""
+    if not output.exists() and not output.is_symlink():
+        return
+    if not output.is_dir() or output.is_symlink():
+        raise UsageError(f"{output} exists and is not a folder: choose another --output")
+    if not any(output.iterdir()):
+        return
+    if not (output / MANIFEST).is_file():
+        raise UsageError(f"{output} holds other files and no {MANIFEST}: choose another --output")
+    if not replace:
+        raise UsageError(f"{output} exists: choose another --output, or replace it with --force")
 
 
 # before work starts
@@ -127,10 +198,6 @@ def _require(request: ExportRequest) -> None:
         require_engine("onnx", "checking the conversion")
     require_packages(request.formats, torch=request.check)
     for role in request.roles:
-        if "gguf" in request.formats:
-            from edgespec.export.gguf.convert import check_quant
-
-            check_quant(request.quant_of(role, "gguf"))
         if request.writes_graphs:
             from edgespec.export.onnx.writer import check_form
 
@@ -146,7 +213,7 @@ def _found(request: ExportRequest, reporter: Reporter) -> dict[str, SourceModel]
     if "draft" in models:
         check_same_names(models["target"].token_names, models["draft"].token_names)
     if request.heads is not None:
-        check_given_heads(request.heads, models["target"].facts)
+        check_given_heads(request.heads, models["target"])
     return models
 
 
@@ -155,22 +222,10 @@ def _gguf(request: ExportRequest, role: str, given: str) -> SourceModel:
 
     if not given.lower().endswith(".gguf"):
         raise ConfigError(f"--draft {given}: the draft of a GGUF must be a .gguf file, too, or trained heads (.npz)")
-    path, quant = Path(given).expanduser(), request.quant_of(role, "onnx")
-    model = open_gguf(path)
+    model, quant = open_gguf(Path(given).expanduser()), request.quant_of(role, "onnx")
     if needs_blocks(model, quant):
         require_engine("llamacpp", f"quantising to {quant}", "or export int8, which needs nothing")
-    said: dict[str, Any] = {
-        "licence": str(model.header.metadata.get("general.license", "")),
-        "context_length": model.config.max_positions,
-    }
-    try:  # the manifest beside the file
-        pair = read_pair(path.parent)
-        if any(file.path == path for file in pair.files.values()) and pair.recommended:
-            said["sampling"] = dict(pair.recommended)
-    except EdgespecError:
-        pass
-    names = [text.decode(errors="replace") for text in model.header.tokens]
-    return SourceModel(path.stem, facts_of_gguf(model), names, said, Weights(path, _kind_of(model.header)))
+    return of_gguf(model)
 
 
 def _checkpoint(request: ExportRequest, role: str, given: str, reporter: Reporter) -> SourceModel:
@@ -181,21 +236,11 @@ def _checkpoint(request: ExportRequest, role: str, given: str, reporter: Reporte
         raise ConfigError(f"--output {request.output} is inside the source folder {source.folder}: choose another")
     if "gguf" in request.formats or request.writes_graphs:
         _check_architecture(request, source)
-    found = _of_folder(source)
+    found = of_folder(source)
     check_round_trip(source.folder)
     if request.writes_graphs and request.quant_of(role, "onnx") == "q4_k_m":
         require_engine("llamacpp", "quantising to q4_k_m", "or export q8_0, which needs nothing")
     return found
-
-
-def _of_folder(source: Source) -> SourceModel:
-    facts = read_facts(source)
-    said: dict[str, Any] = {"licence": card_licence(source.folder)}
-    if facts.context_length:
-        said["context_length"] = facts.context_length
-    if sampling := recommended_sampling(source.folder):
-        said["sampling"] = sampling
-    return SourceModel(source.name, facts, token_names(source.folder), said, checkpoint=source)
 
 
 def _check_architecture(request: ExportRequest, source: Source) -> None:
@@ -208,7 +253,7 @@ def _check_architecture(request: ExportRequest, source: Source) -> None:
     check_checkpoint(source.folder, has_weights=not source.missing)
 
 
-def check_given_heads(path: Path, target: Facts) -> None:
+def check_given_heads(path: Path, target: SourceModel) -> None:
     """Raises ModelNotFound and ModelFileError for a file that holds no heads, ConfigError for a larger target's."""
     manifest = read_head_file(path).manifest
     size, num_layers = target.vocabulary_size, target.num_layers
@@ -225,36 +270,36 @@ def check_given_heads(path: Path, target: Facts) -> None:
 
 def _fetched(request: ExportRequest, models: Mapping[str, SourceModel], reporter: Reporter) -> dict[str, SourceModel]:
     """The models with their weights fetched, after checking that disk and memory suffice."""
-    facts = {role: model.facts for role, model in models.items()}
     download = sum(sum(model.missing.values()) for model in models.values())
-    disk, memory = disk_bytes(request, facts), memory_bytes(request, facts)
+    disk, memory = disk_bytes(request, models), memory_bytes(request, models)
     check_room(request.output, disk + download, memory)
     target = models["target"]
     reporter.note(
-        f"{target.name}: {target.facts.architecture}, {target.facts.num_parameters / 1e6:.1f} M parameters; the export "
-        f"needs {human(disk)} of disk and {human(memory)} of memory"
+        f"{target.name}: {target.architecture}, {target.num_parameters / 1e6:.1f} M parameters; the export "
+        f"needs {as_size(disk)} of disk and {as_size(memory)} of memory"
     )
     complete = dict(models)
     for role, model in models.items():
         if model.checkpoint is not None and model.missing:
-            reporter.note(f"fetching {', '.join(model.missing)}, {human(sum(model.missing.values()))}")
+            reporter.note(f"fetching {', '.join(model.missing)}, {as_size(sum(model.missing.values()))}")
             model.checkpoint.fetch()
-            complete[role] = _of_folder(dataclasses.replace(model.checkpoint, missing={}))
+            complete[role] = of_folder(dataclasses.replace(model.checkpoint, missing={}))
     return complete
 
 
 @dataclass(frozen=True)
 class _Export:
-    """The work on one request in one workspace."""
+    """The work on one request. `folder`: of the pair."""
 
     request: ExportRequest
     models: Mapping[str, SourceModel]
-    workspace: Workspace
+    folder: Path
+    temporary: Path
     reporter: Reporter
 
     def make(self) -> tuple[dict[str, int], dict[str, Any]]:
         """Sizes in bytes by file, and the figures of the check. Raises ExportRefused."""
-        artefacts = list[Artefact]()
+        made = list[Made]()
         figures: dict[str, Any] = {"performed": self.request.check, "tokenisation": "equal"}
         for role, model in self.models.items():
             with self._weights(role, model) as weights:
@@ -263,11 +308,11 @@ class _Export:
                 if self.request.check:
                     with self.reporter.stage(f"checking {role}") as progress:
                         figures["reference"], figures[role] = self._check(role, model, weights, mine, progress)
-            artefacts += mine
+            made += mine
         if self.request.heads is not None:
-            artefacts.append(self._heads(self.request.heads))
+            made.append(self._heads(self.request.heads))
         with self.reporter.stage("checksums"):
-            return self._describe(artefacts, figures), figures
+            return self._describe(made, figures), figures
 
     # making the files
 
@@ -284,7 +329,7 @@ class _Export:
 
         is_enough = self.request.formats == ("onnx",) and self.request.quant_of(role, "onnx") == "q8_0"
         kind = "q8_0" if is_enough else own_precision(model.folder)
-        path = self.workspace.temporary / f"{role}-{kind}.gguf"
+        path = self.temporary / f"{role}-{kind}.gguf"
         with self.reporter.stage(f"{role} to GGUF {kind}") as progress:
             self._convert(role, kind, path, progress)
         try:
@@ -307,25 +352,25 @@ class _Export:
             progress=progress,
         )
 
-    def _file(self, role: str, wanted: Format, weights: Weights | None) -> Artefact:
+    def _file(self, role: str, wanted: Format, weights: Weights | None) -> Made:
         make = self._gguf if wanted == "gguf" else self._onnx
         quant = self.request.quant_of(role, wanted)
         with self.reporter.stage(f"{role} to {wanted.upper()} {quant}") as progress:
             return make(role, quant, weights, progress)
 
-    def _gguf(self, role: str, quant: str, weights: Weights | None, progress: Progress) -> Artefact:
+    def _gguf(self, role: str, quant: str, weights: Weights | None, progress: Progress) -> Made:
         from edgespec.export.gguf.convert import quantise
 
-        path = self.workspace.pair / f"{role}-{quant}.gguf"
+        path = self.folder / f"{role}-{quant}.gguf"
         if quant in STRAIGHT_GGUF:
             self._convert(role, quant, path, progress)
         else:
             assert weights is not None
             quantise(weights.path, path, quant, threads=self.request.threads)
-        return Artefact("gguf", role, quant, path.name, (), self.models[role].facts.num_parameters)
+        return Made("gguf", role, quant, (path,))
 
-    def _onnx(self, role: str, quant: str, weights: Weights | None, progress: Progress) -> Artefact:
-        output, model = self.workspace.pair / "onnx" / role, self.models[role]
+    def _onnx(self, role: str, quant: str, weights: Weights | None, progress: Progress) -> Made:
+        output, folder = self.folder / "onnx" / role, self.models[role].folder
         with write_errors(output):
             output.mkdir(parents=True)
             if self.request.writes_graphs:
@@ -336,29 +381,27 @@ class _Export:
             else:
                 from edgespec.export.onnx.optimum import export_with_optimum
 
-                assert model.folder is not None
-                export_with_optimum(model.folder, output, quant, progress)
-        files = sorted(f"onnx/{role}/{file.name}" for file in output.iterdir())
-        graph = f"onnx/{role}/model.onnx"
-        files.remove(graph)
-        return Artefact("onnx", role, quant, graph, tuple(files), model.facts.num_parameters)
+                assert folder is not None
+                export_with_optimum(folder, output, quant, progress)
+        files = sorted(output.iterdir(), key=lambda file: (file.name != MODEL, file.name))
+        return Made("onnx", role, quant, tuple(files))
 
-    def _heads(self, source: Path) -> Artefact:
+    def _heads(self, source: Path) -> Made:
         kind = read_head_file(source).manifest.kind
-        path = self.workspace.pair / HEADS / f"{kind}.npz"
+        path = self.folder / HEADS / f"{kind}.npz"
         with write_errors(path):
             path.parent.mkdir(exist_ok=True)
             shutil.copyfile(source, path)
-        return Artefact(self.request.formats[0], kind, "as given", f"{HEADS}/{path.name}")
+        return Made(self.request.formats[0], kind, "as given", (path,))
 
     # checking them
 
-    def _check_vocabulary(self, role: str, model: SourceModel, weights: Weights | None, made: list[Artefact]) -> str:
+    def _check_vocabulary(self, role: str, model: SourceModel, weights: Weights | None, made: list[Made]) -> str:
         """Compare tokenisers with the source's; 'equal', or 'round trip' where only that could be checked."""
         folders = [] if model.folder is None else [model.folder]
         if self.request.writes_graphs:
-            folders.append(self.workspace.pair / "onnx" / role)
-        ggufs = [self.workspace.pair / each.path for each in made if each.format == "gguf"]
+            folders.append(self.folder / "onnx" / role)
+        ggufs = [each.path for each in made if each.format == "gguf"]
         if not ggufs and weights is None:
             return "equal"  # Optimum's, whose tokenizer is the folder's
         if not has_engine("llamacpp"):
@@ -371,13 +414,13 @@ class _Export:
         return "equal"
 
     def _check(
-        self, role: str, model: SourceModel, weights: Weights | None, made: list[Artefact], progress: Progress
+        self, role: str, model: SourceModel, weights: Weights | None, made: list[Made], progress: Progress
     ) -> tuple[str, dict[str, dict[str, float]]]:
         """The reference, and figures by format. Coarse types would hide small faults of a conversion, so that where
         transformers shows these, the GGUF between is compared, too."""
-        context = min(CHECK_CONTEXT, model.facts.context_length or CHECK_CONTEXT)
+        context = min(CHECK_CONTEXT, model.said["context_length"] or CHECK_CONTEXT)
         files: list[tuple[str, Format, str, Path]]
-        files = [(one.format, one.format, one.quant, self.workspace.pair / one.path) for one in made]
+        files = [(one.format, one.format, one.quant, one.path) for one in made]
         progress(0, 1 + len(files), "the reference")
         reference: Reference
         is_exact = model.folder is not None and has_transformers()
@@ -418,38 +461,29 @@ class _Export:
 
     # the manifest
 
-    def _describe(self, artefacts: list[Artefact], figures: Mapping[str, Any]) -> dict[str, int]:
+    def _describe(self, made: list[Made], figures: dict[str, Any]) -> dict[str, int]:
         """Write the manifest and check that it can be read; returns sizes in bytes by file."""
-        request, target, folder = self.request, self.models["target"], self.workspace.pair
-        values: dict[str, Any] = {**target.said, "name": request.name or target.name}
+        request, target, folder = self.request, self.models["target"], self.folder
         kinds = ", ".join(f"{wanted} {request.quants[wanted]}" for wanted in request.formats)
+        name = target.name
         if request.is_gguf:
             kinds += ", made of GGUF"
-            values["name"] = request.name or f"{target.name}-{request.quants['onnx']}"  # those of one file differ so
+            name = f"{name}-{request.quants['onnx']}"  # those of one file differ so
         draft = f"; draft: {Path(request.draft).name}" if request.draft else ""
         draft += f"; heads: {request.heads.name}" if request.heads else ""
-        size = f"{target.facts.num_parameters / 1e6:.1f} M parameters"
-        values["description"] = (
-            f"{target.name} ({target.facts.architecture}, {size}) as {kinds}{draft}; by {request.made_by}"
-        )
-        values["licence"] = request.licence or target.said["licence"]
-        for artefact in artefacts:
-            values.setdefault(artefact.table, {})[artefact.role] = artefact.manifest_entry(folder)
-        values["figures"] = {"check": dict(figures)}
+        size = f"{target.num_parameters / 1e6:.1f} M parameters"
+        about = f"{target.name} ({target.architecture}, {size}) as {kinds}{draft}; by {request.made_by}"
         paths = {role: model.weights.path for role, model in self.models.items() if model.weights is not None}
-        if paths:
-            made_of = {role: {"file": path.name, "bytes": path.stat().st_size} for role, path in paths.items()}
-            values["figures"]["made_of"] = made_of
-        write_manifest(folder, values)
+        made_of = {role: {"file": path.name, "bytes": path.stat().st_size} for role, path in paths.items()}
+        values = {
+            **target.said,
+            "name": request.name or name,
+            "description": about,
+            "licence": request.licence or target.said["licence"],
+            "figures": {"check": figures} | ({"made_of": made_of} if made_of else {}),
+        }
+        write_manifest(folder, values, ((one.role, checksummed(one.files)) for one in made))
         for wanted in request.formats:
             read_pair(folder, ENGINES[wanted])
         files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
         return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
-
-
-def _kind_of(header: GgufHeader) -> str:
-    """The type of most of a file's bytes, such as q4_k."""
-    sizes = Counter[str]()
-    for tensor in header.tensors:
-        sizes[tensor.kind.lower()] += tensor.num_bytes
-    return sizes.most_common(1)[0][0]

@@ -13,6 +13,7 @@ from edgespec.errors import ConfigError
 
 Format = Literal["gguf", "onnx"]
 FORMATS: tuple[Format, ...] = ("gguf", "onnx")
+BOTH = "both"  # what `--to` calls them
 ENGINES: Mapping[Format, EngineName] = {"gguf": "llamacpp", "onnx": "onnx"}
 TILED = ("q8_0", "q4_k_m")  # ONNX types for our own kernels
 ONNX_QUANTS = ("int4", "int8", *TILED, "fp32")
@@ -53,10 +54,6 @@ class ExportRequest:
         if self.draft_quants and self.draft is None:
             what = "heads go into the pair as they are" if self.heads else "there is no draft"
             raise ConfigError(f"--draft-quant has nothing to quantise: {what}")
-        if self.exporter not in EXPORTERS:
-            raise ConfigError(f"--exporter {self.exporter!r} is not known; allowed: {listed(EXPORTERS)}")
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"--threads {self.threads} is not possible: give 1 or more")
         if "onnx" not in self.quants and self.exporter == "optimum":
             raise ConfigError("--exporter is for ONNX: give --to onnx or --to both")
         if self.exporter == "optimum":
@@ -105,15 +102,6 @@ class ExportRequest:
     def quant_of(self, role: str, wanted: Format) -> str:
         quant = self.quants[wanted]
         return self.draft_quants.get(wanted, quant) if role == "draft" else quant
-
-
-def parse_formats(to: str) -> tuple[Format, ...]:
-    """`gguf`, `onnx` or `both`. Raises ConfigError."""
-    wanted = FORMATS if to == "both" else tuple(each for each in FORMATS if each == to)
-    if not wanted:
-        hint = did_you_mean(to, (*FORMATS, "both"))
-        raise ConfigError(f"--to {to!r} is not known; allowed: gguf, onnx, both{hint}")
-    return wanted
 
 
 def parse_quants(flag: str, given: Sequence[str], formats: Sequence[Format]) -> dict[Format, str]:

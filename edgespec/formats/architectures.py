@@ -126,7 +126,6 @@ class Architecture:
     ties_by_default: bool = False
     rope_kinds: tuple[str, ...] = ("default", "linear")
     has_window: bool = False
-    window_pattern: int = 0  # without layer_types: every n-th layer has full attention
     fixed_attention_scale_layers: int = 0  # at this number of layers llama.cpp scales attention by width / heads
 
     def is_tied(self, settings: Mapping[str, Any]) -> bool:
@@ -148,9 +147,6 @@ def apply(change: int, weights: Weights, sizes: Sizes) -> Weights:
     if change == TRANSPOSE:
         return np.ascontiguousarray(weights.T)
     return weights + np.float32(1) if change == ADD_ONE else weights
-
-
-UNIFORM = ("llama", "gemma")  # architectures whose layers are all alike, whatever config.json says of their kinds
 
 
 def _check_built_in(checkpoint: Checkpoint, found: Architecture) -> None:
@@ -177,13 +173,13 @@ def _check_built_in(checkpoint: Checkpoint, found: Architecture) -> None:
 def layer_kinds(checkpoint: Checkpoint, found: Architecture, layers: int) -> list[bool]:
     """Whether each layer has sliding attention, [layers]."""
     config = checkpoint.config
-    if found.name not in UNIFORM and (kinds := config.get("layer_types")):
+    if found.name != "llama" and (kinds := config.get("layer_types")):  # whose layers are all alike, whatever it says
         known = {"sliding_attention": True, "full_attention": False}
         if len(kinds) != layers or not set(kinds) <= known.keys():
             raise ModelFileError(f"{checkpoint.folder}: layer_types must hold {layers} of {', '.join(known)}")
         return [known[kind] for kind in kinds]
     if found.has_window:
-        every = int(config.get("sliding_window_pattern") or found.window_pattern)
+        every = int(config.get("sliding_window_pattern") or 6)
         return [(index + 1) % every != 0 for index in range(layers)]
     if checkpoint.architecture == "MistralForCausalLM":
         return [window_of(checkpoint) is not None] * layers
@@ -303,19 +299,12 @@ GEMMA_OUTER = {
     "model.norm.weight": Tensor("output_norm.weight", "d", ADD_ONE),
     **HEAD,
 }
-GEMMA_LAYER = {
-    "input_layernorm.weight": Tensor("attn_norm.weight", "d", ADD_ONE),
-    "post_attention_layernorm.weight": Tensor("ffn_norm.weight", "d", ADD_ONE),
-    **ATTENTION,
-    **MLP,
-}
 FOUR_NORMS = {
     "input_layernorm.weight": Tensor("attn_norm.weight", "d", ADD_ONE),
     "post_attention_layernorm.weight": Tensor("post_attention_norm.weight", "d", ADD_ONE),
     "pre_feedforward_layernorm.weight": Tensor("ffn_norm.weight", "d", ADD_ONE),
     "post_feedforward_layernorm.weight": Tensor("post_ffw_norm.weight", "d", ADD_ONE),
 }
-GEMMA2_LAYER = {**FOUR_NORMS, **ATTENTION, **MLP}
 GEMMA3_LAYER = {
     **FOUR_NORMS,
     **ATTENTION,
@@ -371,18 +360,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         must={**SILU, "use_sliding_window": (False, None)},  # its windows lie in the layers without rotary positions
         ties_by_default=True,
     ),
-    "GemmaForCausalLM": Architecture("gemma", GEMMA_OUTER, GEMMA_LAYER, must=TANH_GELU, head_is_tied=True),
-    "Gemma2ForCausalLM": Architecture(
-        "gemma2",
-        GEMMA_OUTER,
-        GEMMA2_LAYER,
-        must=TANH_GELU,
-        head_is_tied=True,
-        rope_kinds=("default",),
-        has_window=True,
-        window_pattern=2,
-        fixed_attention_scale_layers=46,
-    ),
     "Gemma3ForCausalLM": Architecture(
         "gemma3",
         GEMMA_OUTER,
@@ -390,7 +367,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         must={**TANH_GELU, "attn_logit_softcapping": (None,)},
         ties_by_default=True,
         has_window=True,
-        window_pattern=6,
         fixed_attention_scale_layers=62,
     ),
     "GPT2LMHeadModel": Architecture(

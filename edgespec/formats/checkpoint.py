@@ -67,7 +67,6 @@ BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 # What transformers takes where config.json says nothing, and no shape of a tensor would tell.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "SmolLM3ForCausalLM": {"rope_theta": 2e6},
-    "Gemma2ForCausalLM": {"query_pre_attn_scalar": 256},
     "Gemma3ForCausalLM": {"query_pre_attn_scalar": 256, "rope_theta": 1e6},
 }
 
@@ -138,36 +137,23 @@ class Checkpoint:
         """The architecture named in config.json, or 'none'."""
         return named_architecture(self.config)
 
-    def names(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.tensors[name].shape
-
     def weights(self, name: str) -> Weights:
-        """One tensor as float32, in its stored shape. Raises ModelFileError for types other than F64/F32/F16/BF16."""
-        tensor = self.tensors[name]
-        return self._read(name, 0, math.prod(tensor.shape)).reshape(tensor.shape)
+        """One tensor as float32, in its stored shape. Raises ModelFileError for types other than F64/F32/F16/BF16.
 
-    def rows_of(self, name: str, start: int, stop: int) -> Weights:
-        """Some rows [stop - start, columns] of a matrix as float32. Raises ModelFileError like `weights`."""
-        columns = self.tensors[name].shape[1]
-        return self._read(name, start * columns, (stop - start) * columns).reshape(-1, columns)
-
-    def _read(self, name: str, first: int, count: int) -> Weights:
-        """`count` numbers of a tensor from its `first` on. Read, not mapped, so that they are not kept in memory."""
+        Read, not mapped, so that it is not kept in memory.
+        """
         tensor = self.tensors[name]
         self.check_type(name)
-        kind = np.dtype(READABLE[tensor.dtype])
+        kind, count = np.dtype(READABLE[tensor.dtype]), math.prod(tensor.shape)
         try:
-            raw: NDArray[Any] = np.fromfile(tensor.file, kind, count, offset=tensor.offset + first * kind.itemsize)
+            raw: NDArray[Any] = np.fromfile(tensor.file, kind, count, offset=tensor.offset)
         except OSError as error:
             raise ModelFileError(f"{tensor.file} cannot be read: {error}") from error
         if raw.size != count:
             raise ModelFileError(f"{tensor.file} became shorter while tensor {name} was read")
         if tensor.dtype == "BF16":
             raw = (raw.astype(np.uint32) << 16).view(np.float32)
-        return raw.astype(np.float32, copy=False)
+        return raw.astype(np.float32, copy=False).reshape(tensor.shape)
 
     def check_finite(self, name: str, values: Weights) -> None:
         """Raise ModelFileError where weights of a tensor, or the least and the most of them, are no numbers."""

@@ -31,7 +31,6 @@ Matrix = NDArray[np.float32]
 MANIFEST, SCALE = "manifest", ".scale"
 VOCABULARY, TOKEN_IDS, PROBE_IDS, PROBE_STATES = "vocabulary", "token_ids", "probe_ids", "probe_states"
 FREQUENT = "frequent"
-EMBEDDING = "embedding"
 # What numpy, zipfile and its decompressors raise on damaged bytes. Less obvious ones: RuntimeError, by zipfile, of an
 # archive marked as encrypted or, in a subclass, of a compression that it does not know; TypeError of a bare array,
 # which is no archive; AttributeError of an entry that is no array; MemoryError of a shape that cannot be; TokenError
@@ -44,6 +43,7 @@ _LEAST_LIKENESS = 0.9  # mean cosine of the states of a quantised target to thos
 FORMAT = 1
 HeadKind = Literal["medusa", "eagle"]
 PROJECT = "project"
+_FORMER = ("generation", "norms_residual", "norms_features")  # of EAGLE-3 heads, which other files name, too
 _Width = Annotated[int, Meta(ge=1, le=65_536)]
 _Count = Annotated[int, Meta(ge=0, le=4096)]
 
@@ -55,9 +55,6 @@ class HeadManifest:
     `layers` of the target, from 0, whose inputs precede its last state in what the heads read. `feature_size` is that
     of all these states, 0 for `hidden_size` each: where it differs from `hidden_size`, the matrix `project` makes them
     as wide as the heads.
-    `generation` 3: an EAGLE-3 head as its authors publish it. It reads the inputs of `layers`, fused by the matrix
-    `fc`, and not the last state, which still belongs to `feature_size`; `norms_features` before that, and
-    `norms_residual` of its layer, too. It has an embedding of its own.
     """
 
     kind: HeadKind
@@ -77,9 +74,6 @@ class HeadManifest:
     figures: Mapping[str, float] = field(default_factory=dict)
     feature_size: Annotated[int, Meta(ge=0, le=65_536)] = 0
     layers: tuple[int, ...] = ()
-    generation: Literal[1, 3] = 1
-    norms_residual: bool = False
-    norms_features: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -88,12 +82,7 @@ class HeadManifest:
 
     @property
     def is_projected(self) -> bool:
-        return self.feature_size != self.hidden_size and self.generation != 3
-
-    @property
-    def fused_size(self) -> int:
-        """The width of the inputs of all `layers` side by side."""
-        return self.feature_size // (len(self.layers) + 1) * len(self.layers)
+        return self.feature_size != self.hidden_size
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every matrix but those of the vocabulary and the probe."""
@@ -107,18 +96,12 @@ class HeadManifest:
             weights = {f"weight.{h}.{b}": (width, 2 * width if b == 0 else width) for h, b in places}
             return {**weights, **{f"bias.{h}.{b}": (width,) for h, b in places}}
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        first: dict[str, tuple[int, ...]] = {"fc": (width, 2 * width), "attention_norm": (width,)}
-        pair = width
-        if self.generation == 3:  # embedding and state are normed and go into attention side by side
-            first = {"fc": (width, self.fused_size), "embedding_norm": (width,), "state_norm": (width,)}
-            first |= {"feature_norm": (self.fused_size,)} if self.norms_features else {}
-            first |= {"frequencies": (self.head_dim // 2,)}  # of the rotary positions
-            pair = 2 * width
         return {
-            **first,
-            "q_proj": (queries, pair),
-            "k_proj": (keys, pair),
-            "v_proj": (keys, pair),
+            "fc": (width, 2 * width),
+            "attention_norm": (width,),
+            "q_proj": (queries, width),
+            "k_proj": (keys, width),
+            "v_proj": (keys, width),
             "o_proj": (width, queries),
             "mlp_norm": (width,),
             "gate_proj": (self.ffn, width),
@@ -128,29 +111,11 @@ class HeadManifest:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows that are looked up [n, width] as they are stored: as floats, or as int8 `codes` with a scale [n] each."""
-
-    codes: NDArray[Any]
-    scales: NDArray[np.float32] | None = None
-
-    def rows(self, places: NDArray[Any]) -> NDArray[np.float32]:
-        """Some of them [m, width] as float32."""
-        found: NDArray[np.float32] = self.codes[places].astype(np.float32)
-        return found if self.scales is None else found * self.scales[places, None]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.codes.nbytes + (0 if self.scales is None else self.scales.nbytes)
-
-
 @dataclass(frozen=True)
 class HeadFile:
     """`arrays`: the matrices of `manifest.shapes()` in float32; `vocabulary` [m, hidden size], rows of the target's
     head for `token_ids` [m], ascending; `probe_ids` [n] and the states [n, feature size] that the target gives them.
     `frequent` [k]: places of the tokens that are always scored, ascending; the others are once they occur in the text.
-    `embedding` [vocabulary size, hidden size] of generation 3.
     """
 
     manifest: HeadManifest
@@ -160,7 +125,6 @@ class HeadFile:
     probe_ids: NDArray[np.int32]
     probe_states: Matrix
     frequent: NDArray[np.int32] | None = None
-    embedding: Table | None = None
 
     @property
     def frequent_rows(self) -> Matrix:
@@ -215,7 +179,6 @@ def read_head_file(path: Path) -> HeadFile:
         probe_ids,
         _matrix(path, arrays, PROBE_STATES, (probe_ids.size, manifest.feature_size)),
         frequent,
-        _table(path, arrays, (manifest.vocabulary_size, manifest.hidden_size)) if manifest.generation == 3 else None,
     )
 
 
@@ -233,13 +196,6 @@ def _matrix(path: Path, arrays: Mapping[str, NDArray[Any]], name: str, shape: tu
     return found
 
 
-def _table(path: Path, arrays: Mapping[str, NDArray[Any]], shape: tuple[int, int]) -> Table:
-    """The embedding as it is stored: as floats it would be four times as large."""
-    if (codes := arrays.get(EMBEDDING)) is None or codes.dtype != np.int8 or codes.shape != shape:
-        return Table(_matrix(path, arrays, EMBEDDING, shape).astype(np.float16))
-    return Table(codes, _matrix(path, arrays, EMBEDDING + SCALE, shape[:1]))
-
-
 def _ids(path: Path, arrays: Mapping[str, NDArray[Any]], name: str, size: int) -> NDArray[np.int32]:
     array = arrays.get(name)
     if array is None or array.ndim != 1 or array.dtype.kind != "i" or not array.size:
@@ -253,6 +209,12 @@ def manifest_of(path: Path, described: Any) -> HeadManifest:
     """Of the heads file at `path`, which describes itself so. Raises ModelFileError."""
     if not isinstance(described, dict) or described.pop("format", None) != FORMAT:
         raise ModelFileError(f"{path} has another format; this edgespec reads {FORMAT}: train the heads again")
+    if described.get("generation", 1) == 3:
+        raise ModelFileError(
+            f"{path} holds an EAGLE-3 head, which comes as GGUF now: llama.cpp's convert_hf_to_gguf.py makes one of it"
+        )
+    for name in _FORMER:
+        described.pop(name, None)
     try:
         if unknown := described.keys() - {entry.name for entry in fields(HeadManifest)}:
             raise ValueError(f"{min(unknown)} is not known")
@@ -262,12 +224,11 @@ def manifest_of(path: Path, described: Any) -> HeadManifest:
     layers, sizes = manifest.layers, (manifest.heads, manifest.kv_heads, manifest.head_dim, manifest.ffn)
     is_sound = min(layers, default=0) >= 0 and list(layers) == sorted(set(layers))
     is_sound &= manifest.feature_size % (len(layers) + 1) == 0
-    is_sound &= manifest.generation != 3 or (manifest.kind == "eagle" and bool(layers))
     if manifest.kind == "eagle":
         is_sound &= 0 not in sizes and manifest.heads % manifest.kv_heads == 0 and manifest.head_dim % 2 == 0
     if not is_sound:
         raise ModelFileError(
-            f"{path} gives its {manifest.kind} heads sizes that do not fit together: generation {manifest.generation}, "
-            f"layers {layers}, feature_size {manifest.feature_size}, {sizes}; train or export them again"
+            f"{path} gives its {manifest.kind} heads sizes that do not fit together: layers {layers}, "
+            f"feature_size {manifest.feature_size}, {sizes}; train them again"
         )
     return manifest

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
+import tomli_w
 from msgspec import Meta, Struct
 
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.installation import has_engine
-from edgespec.platform.files import absolute, read_text, resolved
+from edgespec.platform.files import absolute, read_text, resolved, write_atomically
 
 MANIFEST = "manifest.toml"
 MANIFEST_FORMAT = 1
@@ -112,6 +113,26 @@ def read_table(path: Path) -> dict[str, Any]:
         raise ModelFileError(f"{path.parent} has no {MANIFEST}: {hint}") from error
     except (OSError, ValueError, RecursionError) as error:  # ValueError: TOML, UTF-8, an integer without end
         raise ModelFileError(f"{path} cannot be read: {error}") from error
+
+
+def write_manifest(folder: Path, about: Mapping[str, Any], files: Iterable[tuple[str, ModelFile]]) -> None:
+    """Make `folder` a model: from now on it is found by its name. Raises StateError.
+
+    `about`: texts, `location` where its files are, `sampling` that is recommended, `figures`; `files` with their roles
+    or kinds of heads.
+    """
+    root = Path(about.get("location", folder))
+    table: dict[str, Any] = {"format": MANIFEST_FORMAT, "name": folder.name, **{k: v for k, v in about.items() if v}}
+    for role, file in files:
+        table.setdefault(HEADS if role in HEAD_KINDS else ENGINE_TABLES[file.engine], {})[role] = _entry(root, file)
+    write_atomically(folder / MANIFEST, tomli_w.dumps(table), parents=True)
+
+
+def _entry(root: Path, file: ModelFile) -> dict[str, Any]:
+    made: dict[str, Any] = {"path": file.path.relative_to(root).as_posix(), "bytes": file.bytes, "sha256": file.sha256}
+    if file.parts:
+        made["parts"] = [_entry(root, part) for part in file.parts]
+    return made
 
 
 class _File(Struct, forbid_unknown_fields=True):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -42,6 +43,12 @@ def known_sha256(path: Path) -> str:
         found = sha256_of(path)
         disk_cache.put("checksums", key, found)
     return found
+
+
+def checksummed(paths: Iterable[Path]) -> ModelFile:
+    """The files of one model, the one to open first, with their sizes and checksums."""
+    first, *parts = (ModelFile(path, path.stat().st_size, known_sha256(path)) for path in paths)
+    return replace(first, parts=tuple(parts))
 
 
 def _key(path: Path) -> str:

@@ -6,13 +6,14 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.tool_forms import call_form
+from edgespec.formats.gguf.check import pooling_of
 from edgespec.formats.gguf.header import GgufHeader, TensorInfo, read_header
 from edgespec.formats.manifest import ModelPair
 from edgespec.platform.disk_cache import file_key
@@ -26,7 +27,6 @@ _FILE_TYPES = (
 )
 QUANTIZATIONS = {number: name for number, name in enumerate(_FILE_TYPES.split()) if name != "-"}
 _FIM_KEYS = ("pre", "suf", "mid")
-_POOLINGS = {1: "mean", 2: "cls", 3: "last", 4: "rank"}  # llama.cpp's llama_pooling_type; 0 is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +58,17 @@ class ModelFacts:
         }
         return [name for name, has_it in found.items() if has_it]
 
-    @classmethod
-    def read(cls, pair: ModelPair) -> Self:
+    @staticmethod
+    def read(pair: ModelPair) -> ModelFacts:
         """Of a pair's target. Raises ModelNotFound, ModelFileError, and CapabilityError for a graph without `onnx`."""
         target, paths = pair.files["target"], pair.paths("target")
         versions = tuple(file_key(path) for path in paths if is_file(path))
         found = _of_gguf(paths, versions) if target.is_gguf else _of_graph(paths, versions)
-        return cls(**{**found, "engine": target.engine, "digest": target.sha256 or found["digest"]})
+        return replace(found, engine=target.engine, digest=target.sha256 or found.digest)
 
 
 @lru_cache(maxsize=16)
-def _of_graph(paths: tuple[Path, ...], versions: tuple[object, ...]) -> Mapping[str, Any]:
+def _of_graph(paths: tuple[Path, ...], versions: tuple[object, ...]) -> ModelFacts:
     """Facts of an ONNX model; `versions` of its files, as in `file_key`."""
     from edgespec.engines.onnx.graph import read_graph
     from edgespec.engines.onnx.settings import ModelConfig
@@ -76,33 +76,29 @@ def _of_graph(paths: tuple[Path, ...], versions: tuple[object, ...]) -> Mapping[
     from edgespec.engines.onnx.tokenizer import read_chat_template
 
     folder = paths[0].parent
-    return {
-        "architecture": ModelConfig.read(folder).architecture,
-        "weight_bytes": read_graph(open_source(paths[0])).weight_bytes,
-        "chat_template": read_chat_template(folder) or "",
-        "digest": "",
-    }
+    architecture, size = ModelConfig.read(folder).architecture, read_graph(open_source(paths[0])).weight_bytes
+    return ModelFacts("onnx", architecture, size, read_chat_template(folder) or "")
 
 
 @lru_cache(maxsize=16)
-def _of_gguf(paths: tuple[Path, ...], versions: tuple[object, ...]) -> Mapping[str, Any]:
+def _of_gguf(paths: tuple[Path, ...], versions: tuple[object, ...]) -> ModelFacts:
     """The same of a GGUF in one or several files. Its digest is that of its header: hashing all takes minutes."""
     headers = [read_header(path) for path in paths]
     first, tensors = headers[0], [tensor for header in headers for tensor in header.tensors]
     with paths[0].open("rb") as file:
         digest = hashlib.sha256(file.read(first.data_start)).hexdigest()
-    pooling = first.value("pooling_type")
-    return {
-        "architecture": first.architecture,
-        "weight_bytes": sum(tensor.num_bytes for tensor in tensors),
-        "chat_template": str(first.metadata.get("tokenizer.chat_template", "")),
-        "fills_gaps": _fills_gaps(first),
-        "pooling": _POOLINGS.get(pooling, "") if isinstance(pooling, int) else "",
-        "digest": digest,
-        "quantization": _quantization(first, tensors),
-        "num_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
-        "metadata": {key: value for key, value in first.metadata.items() if _is_shown(key, value)},
-    }
+    return ModelFacts(
+        engine="",
+        architecture=first.architecture,
+        weight_bytes=sum(tensor.num_bytes for tensor in tensors),
+        chat_template=str(first.metadata.get("tokenizer.chat_template", "")),
+        fills_gaps=_fills_gaps(first),
+        pooling=pooling_of(first),
+        digest=digest,
+        quantization=_quantization(first, tensors),
+        num_parameters=sum(math.prod(tensor.shape) for tensor in tensors),
+        metadata={key: value for key, value in first.metadata.items() if _is_shown(key, value)},
+    )
 
 
 def _fills_gaps(header: GgufHeader) -> bool:

@@ -37,12 +37,11 @@ from edgespec.errors import CapabilityError, ConfigError, ModelFileError, UsageE
 from edgespec.formats.gguf.check import (
     check_gguf,
     gives_only_embeddings,
-    is_gemma4_drafter,
     model_files,
     require_language_model,
 )
 from edgespec.formats.gguf.header import keeping_headers, read_header
-from edgespec.formats.gguf.heads import HeadForm
+from edgespec.formats.gguf.heads import HeadForm, read_head
 from edgespec.formats.head_file import HeadFile, read_head_file
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
 from edgespec.loading.download import check_hash
@@ -175,8 +174,11 @@ def open_target(options: LoadOptions, chosen: Chosen, states: tuple[int, ...] | 
             f"--provider {options.provider} is for ONNX models (--engine onnx, where a pair has both); layers of a "
             "GGUF go to a GPU with -ngl"
         )
-    has_states = states is not None or (file.engine == "onnx" and "mtp" in chosen.wanted)
-    use = replace(target_use(options, chosen), hidden_states=has_states, state_layers=states or ())
+    layers = set(states or ())
+    if reads := file.engine == "onnx" and not HEAD_FILES.keys().isdisjoint(chosen.wanted):
+        layers |= set(() if chosen.has_own_mtp else read_head(chosen.pair.files["draft"].path).layers)
+    has_states = states is not None or reads
+    use = replace(target_use(options, chosen), hidden_states=has_states, state_layers=tuple(sorted(layers)))
     return open_engine(options, file, use)
 
 
@@ -290,7 +292,7 @@ def _open_head(options: LoadOptions, chosen: Chosen, target: Engine) -> Drafter:
     Raises CapabilityError for a target that it cannot read.
     """
     path, length = None if chosen.has_own_mtp else chosen.pair.files["draft"].path, options.draft_context_length
-    form: HeadForm = "gemma4" if path is not None and is_gemma4_drafter(read_header(path)) else "mtp"
+    form = read_head(path).form if path is not None else "mtp"
     if target.facts.name == "onnx":
         from edgespec.engines.onnx.kernel_engine import KernelEngine
         from edgespec.engines.onnx.kernel_head import load_drafter
@@ -304,7 +306,5 @@ def _open_head(options: LoadOptions, chosen: Chosen, target: Engine) -> Drafter:
             "a draft head in GGUF reads the target's states in this process: with --rpc use another drafter, such as "
             "--drafter ngram"
         )
-    if path is None:
-        return MtpDrafter(target.load_mtp(context_length=length), WINDOW)
     head = target.load_head(path, context_length=length, gpu_layers=options.draft_model_gpu_layers)
     return _DRAFTERS[head.form](head, WINDOW)

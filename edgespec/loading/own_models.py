@@ -18,17 +18,9 @@ import tomli_w
 
 from edgespec.engines.trial import Trial
 from edgespec.errors import Busy, ConfigError, EdgespecError, ModelFileError, ModelNotFound, shown, shown_path
-from edgespec.formats.manifest import (
-    ENGINE_TABLES,
-    MANIFEST,
-    MANIFEST_FORMAT,
-    ModelFile,
-    ModelPair,
-    read_pair,
-    read_table,
-)
+from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table, write_manifest
 from edgespec.loading.catalogue import Entry, check_name, entries
-from edgespec.loading.download import PART, known_sha256
+from edgespec.loading.download import PART, checksummed
 from edgespec.loading.hub import library
 from edgespec.loading.registry import (
     folder_of,
@@ -69,25 +61,6 @@ def one_writer(name: str, on_wait: Callable[[], None] | None = None) -> Iterator
         yield folder
 
 
-def write_manifest(folder: Path, about: Mapping[str, Any], roles: Mapping[str, ModelFile]) -> None:
-    """Make `folder` a model: from now on it is found by its name.
-
-    `about`: texts, `location` where its files are, `sampling` that is recommended.
-    """
-    root = Path(about.get("location", folder))
-    table: dict[str, Any] = {"format": MANIFEST_FORMAT, "name": folder.name, **{k: v for k, v in about.items() if v}}
-    for role, file in roles.items():
-        table.setdefault(ENGINE_TABLES[file.engine], {})[role] = _entry(root, file)
-    write_atomically(folder / MANIFEST, tomli_w.dumps(table), parents=True)
-
-
-def _entry(root: Path, file: ModelFile) -> dict[str, Any]:
-    made: dict[str, Any] = {"path": file.path.relative_to(root).as_posix(), "bytes": file.bytes, "sha256": file.sha256}
-    if file.parts:
-        made["parts"] = [_entry(root, part) for part in file.parts]
-    return made
-
-
 def add(path: Path, name: str = "", draft: Path | None = None) -> str:
     """Register a model file, or a folder with one or with a manifest, where it is; the name that it has from now on.
 
@@ -112,7 +85,7 @@ def add(path: Path, name: str = "", draft: Path | None = None) -> str:
         if draft is not None:
             roles["draft"] = _described(model_in(_absolute(draft)))
         root = _common_folder([each.path for file in roles.values() for each in file.all_files])
-        write_manifest(folder, {"location": str(root)}, roles)
+        write_manifest(folder, {"location": str(root)}, roles.items())
     return chosen
 
 
@@ -177,8 +150,7 @@ def _described(path: Path) -> ModelFile:
     """A model file that can be used, with its checksums and those of the files that belong to it."""
     file = files_of(path)
     Trial({path: False}).require_sound()
-    made = [ModelFile(each.path, each.path.stat().st_size, known_sha256(each.path)) for each in file.all_files]
-    return ModelFile(made[0].path, made[0].bytes, made[0].sha256, tuple(made[1:]))
+    return checksummed(each.path for each in file.all_files)
 
 
 def files_of(path: Path) -> ModelFile:

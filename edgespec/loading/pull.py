@@ -13,13 +13,13 @@ from typing import Any
 
 from edgespec.engines.trial import Trial
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelNotFound
-from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
+from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table, write_manifest
 from edgespec.installation import has_engine, quoted
 from edgespec.loading import download
 from edgespec.loading.catalogue import Reference, parse
 from edgespec.loading.download import PART, OnBytes
 from edgespec.loading.hub import HubFile, HubRepo, address, choose, describe
-from edgespec.loading.own_models import UNFINISHED, fits, one_writer, write_manifest
+from edgespec.loading.own_models import UNFINISHED, fits, one_writer
 from edgespec.loading.registry import registered_folders
 from edgespec.loading.requirements import runs_on_kernels
 from edgespec.platform.files import exists, expanded, is_file
@@ -127,8 +127,9 @@ def _fetch_all(parts: list[Part], reference: Reference, folder: Path, on_bytes: 
     download.check_disk(folder, sum(download.missing_bytes(path, file) for path, file in pairs), folder.name)
     roles: dict[str, ModelFile] = {}
     for part in parts:
-        made = [_have(part, path, file, on_bytes) for path, file in zip(places[part.role], part.files, strict=True)]
-        model = ModelFile(made[0].path, made[0].bytes, made[0].sha256, tuple(made[1:]))
+        pieces = zip(places[part.role], part.files, strict=True)
+        first, *others = [_have(part, path, file, on_bytes) for path, file in pieces]
+        model = replace(first, parts=tuple(others))
         try:
             if has_engine(model.engine):
                 is_too_large = fits(sum(file.bytes for file in part.files)) is False  # its header alone is checked then
@@ -147,7 +148,7 @@ def _fetch_all(parts: list[Part], reference: Reference, folder: Path, on_bytes: 
     about["licence"] = parts[0].repo.licence
     if (entry := reference.entry) is not None:
         about |= {"description": entry.description, "licence": entry.licence, "sampling": entry.sampling}
-    write_manifest(folder, about, roles)
+    write_manifest(folder, about, roles.items())
     for rest in (folder / UNFINISHED, *folder.rglob(f".*{PART}")):
         rest.unlink(missing_ok=True)
 

@@ -2,7 +2,7 @@
 
 Memory is planned with it before anything is loaded, so it opens no model and reads headers alone. On the processor our
 kernels give rows of a pass that cost little and have the same bits beside any others. What they lack stays with
-llama.cpp: GPUs, other architectures, heads in GGUF, caches of other types.
+llama.cpp: GPUs, other architectures, caches of other types.
 """
 
 from __future__ import annotations
@@ -256,11 +256,13 @@ class Chosen:
         needs, engines, pair = self._needs(name), SPECS[name].engines, self.pair
         runs_on = pair.files["target"].engine
         missing = next((need for need in needs if not self._has(need, options)), None)
-        if missing is None and runs_on in engines:
+        is_head = name in HEAD_FILES
+        if missing is None and runs_on in engines and (pair.files["target"].is_gguf or not is_head):
             return
         draft = "no draft" if pair.draft is None else f"{pair.draft.name}, {self._draft.what},"
         raise CapabilityError(
-            f"drafter {name!r} needs {(missing or needs[-1]).what} for a target on {' or '.join(engines)}, and "
+            f"drafter {name!r} needs {(missing or needs[-1]).what} for a target "
+            f"{'in GGUF' if is_head else 'on ' + ' or '.join(engines)}, and "
             f"{pair.name!r} has {draft} and runs on {runs_on}: give {(missing or needs[-1]).flag}"
             f"{'' if missing else f', with --engine {engines[0]}'}, or use --drafter {self.own or FALLBACK}"
         )

@@ -265,12 +265,8 @@ def _bytes_of(path: Path, context_length: int, texts: int) -> tuple[int, int]:
         sizes = read_head_manifest(path)
     except (EdgespecError, OSError, ValueError):  # reading the heads says best what is wrong; ValueError: a NUL
         return stored, 0
-    opening = 0
-    if sizes.generation == 3:  # its embedding stays as it is stored
-        weights = _LAYER * stored
-    else:
-        layer = min(sum(map(math.prod, sizes.shapes().values())), stored)
-        weights, opening = _LAYER * layer + _VOCABULARY * (stored - layer), int(_OPENING * stored)
+    layer = min(sum(map(math.prod, sizes.shapes().values())), stored)
+    weights, opening = _LAYER * layer + _VOCABULARY * (stored - layer), int(_OPENING * stored)
     # All keep windows of states; an EAGLE head has a cache of halves, and tables of positions.
     states = min(WINDOW, context_length) * sizes.feature_size * BYTES_PER_FEATURE
     cache = min(_HEAD_CONTEXT, context_length) * 4 * sizes.kv_heads * sizes.head_dim

@@ -101,6 +101,15 @@ def read_text(path: AnyPath) -> str:
     return contents.decode("utf-8-sig")
 
 
+def given_text(path: AnyPath, option: str) -> str:
+    """As `read_text`, of the file that a user named for `option`; ~ is the home folder. Raises ConfigError."""
+    try:
+        return read_text(expanded(path))
+    except (OSError, ValueError) as exc:  # ValueError: no UTF-8, a NUL in the name
+        reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{option}: the file {os.fspath(path)!r} cannot be read: {reason}") from exc
+
+
 def _open_at_once(path: str, flags: int) -> int:
     """Open without waiting: a pipe would let its reader wait for a writer that may never come."""
     at_once = getattr(os, "O_NONBLOCK", 0)

@@ -285,7 +285,7 @@ class Answer:
             for delta, said in ((reasoning, split.reasoning), (text, split.text)):
                 delta.text += said
                 delta.shares.append((said, event.drafter))
-            calls += split.calls
+            calls += split.tool_calls
             self._unsorted += self._shown.push(event, kind)
             self._sort(reasoning, text)
         return self._kept(reasoning, text, calls)
@@ -310,9 +310,9 @@ class Answer:
             for kind, said in (("reasoning", split.reasoning), ("text", split.text))
         )
         (text if split.text else reasoning).tokens, self._unsorted = [token for token, _ in self._unsorted], []
-        return self._kept(reasoning, text, split.calls)
+        return self._kept(reasoning, text, split.tool_calls)
 
-    def _kept(self, reasoning: Delta, text: Delta, calls: list[ToolCall]) -> list[Delta]:
+    def _kept(self, reasoning: Delta, text: Delta, calls: Sequence[ToolCall]) -> list[Delta]:
         """What there is of it, as growth of the parts."""
         found = [delta for delta in (reasoning, text) if delta.text or delta.tokens]
         for delta in found:

@@ -22,15 +22,14 @@ BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 
 
 
 class Histogram:
-    """Counts values up to each of `bounds`, and their sum."""
+    """Counts values up to each of `BOUNDS_S`, and their sum."""
 
-    def __init__(self, bounds: tuple[float, ...] = BOUNDS_S) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(self._bounds) + 1)
+    def __init__(self) -> None:
+        self._counts = [0] * (len(BOUNDS_S) + 1)
         self._sum = 0.0
 
     def add(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
+        self._counts[bisect_left(BOUNDS_S, value)] += 1
         self._sum += value
 
     def lines(self, name: str, help: str) -> Iterable[str]:
@@ -38,7 +37,7 @@ class Histogram:
         yield f"# HELP {name} {help}."
         yield f"# TYPE {name} histogram"
         totals = list(accumulate(self._counts))  # read once, so that the last bucket is the count
-        for bound, total in zip((*map(repr, self._bounds), "+Inf"), totals, strict=True):
+        for bound, total in zip((*map(repr, BOUNDS_S), "+Inf"), totals, strict=True):
             yield f'{name}_bucket{{le="{bound}"}} {total}'
         yield f"{name}_sum {self._sum!r}"
         yield f"{name}_count {totals[-1]}"

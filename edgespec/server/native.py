@@ -247,7 +247,7 @@ class _Bounded(Answer):
         async for _ in self.deltas():  # one by one: each may be the last
             pass
 
-    def _kept(self, reasoning: Delta, text: Delta, calls: list[ToolCall]) -> list[Delta]:
+    def _kept(self, reasoning: Delta, text: Delta, calls: Sequence[ToolCall]) -> list[Delta]:
         self._first_s = self._first_s or time.monotonic()
         before = self.text
         end = self._end_of_block.search(before + text.text, max(before.rfind("\n"), 0))

@@ -37,23 +37,15 @@ def hosts_of(options: ServeOptions) -> tuple[str, ...]:
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError if the address cannot be used."""
-    bound = None
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = family is socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        bound = socket.socket(family, kind, protocol)
-        if os.name != "nt":  # there it would let two servers share a port
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen()
+        return socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except (OSError, OverflowError) as exc:
-        if bound is not None:
-            bound.close()
         reason = getattr(exc, "strerror", None) or exc
         raise ConfigError(
             f"cannot listen on {host} port {port}: {reason}; choose another --host or --port (0: any)"
         ) from exc
-    return bound
 
 
 def serve(services: Services, options: ServeOptions, announce: Callable[[str], None]) -> None:

@@ -19,14 +19,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from distill import Plan, distill
 from edgespec.export.gguf.convert import convert, own_precision
 from edgespec.export.onnx.writer import convert_gguf, open_gguf
-from edgespec.export.workspace import write_manifest
-from edgespec.formats.manifest import sha256_of
+from edgespec.formats.manifest import ModelFile, write_manifest
+from edgespec.loading.download import checksummed
 from edgespec.loading.registry import GRAPH
 from edgespec.platform.files import atomic_file
 from trainlib import demo_texts as texts
@@ -170,11 +169,10 @@ def pack(run: Run, out: Path, *, with_figures: bool = True) -> None:
         "licence": LICENCE,
         "banner": BANNER,
         "context_length": CONTEXT_LENGTH,
-        "files": {},
-        "onnx": {},
         "sampling": RECOMMENDED,
         "figures": measured(run) if with_figures else {},
     }
+    files: list[tuple[str, ModelFile]] = []
     for role in ("target", *STUDENTS):
         folder, path = run.work / "hf" / role, out / f"demo-{role}-q8_0.gguf"
         convert(folder, path, "q8_0", name=f"edgespec demo {role}", licence=LICENCE.lower())
@@ -182,18 +180,11 @@ def pack(run: Run, out: Path, *, with_figures: bool = True) -> None:
         (out / "onnx" / role).mkdir(parents=True)
         exact = convert(folder, run.work / f"{role}.gguf", own_precision(folder))
         convert_gguf(open_gguf(exact), out / "onnx" / role, "int8")
-        parameters = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
-        values["files"][role] = {**_file(out, path), "parameters": parameters}
-        graph, *others = sorted((out / "onnx" / role).iterdir(), key=lambda path: path.name != GRAPH)
-        parts = [_file(out, path) for path in others]
-        values["onnx"][role] = {**_file(out, graph), "parameters": parameters, "parts": parts}
+        graph = sorted((out / "onnx" / role).iterdir(), key=lambda path: path.name != GRAPH)
+        files += [(role, checksummed([path])), (role, checksummed(graph))]
         if role != "medium":
             shutil.copytree(folder, out / "hf" / role, dirs_exist_ok=True)
-    write_manifest(out, values)
-
-
-def _file(out: Path, path: Path) -> dict[str, Any]:
-    return {"path": path.relative_to(out).as_posix(), "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    write_manifest(out, values, files)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

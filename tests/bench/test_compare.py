@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import lzma
 import os
@@ -15,42 +14,10 @@ from typing import Any
 import pytest
 
 from demo import DEMO
-from peers.base import Answer, Files, Question, Refusal, Runtime, Settings, serve
-from peers.field import Contestant, tune
-from peers.process import Reply
 from peers.report import Cell, Journal, Row, markdown, rows_of
 
 ROOT = Path(__file__).parents[2]
 CELL = Cell("model", 0.0, 1, "some")
-
-
-class Echo(Runtime):
-    """Answers with the prompt's last token."""
-
-    def open(self, files: Files, settings: Settings) -> str:
-        if "target" not in files:
-            raise Refusal("no file")
-        return "echo 1"
-
-    def ask(self, question: Question) -> list[Answer]:
-        return [Answer([prompt[-1]] * question.max_tokens, [0.5] * question.max_tokens) for prompt in question.prompts]
-
-
-def test_a_child_answers_line_by_line_and_says_why_it_refuses() -> None:
-    orders = [
-        {"do": "open", "files": {}, "settings": {}},
-        {"do": "open", "files": {"target": "x"}, "settings": {}},
-        {"do": "ask", "question": {"prompts": [[5, 6], [7]], "max_tokens": 2}},
-        {"do": "encode", "texts": ["a"]},
-        {"do": "dance"},
-    ]
-    replies = io.StringIO()
-    serve(Echo(), io.StringIO("".join(json.dumps(order) + "\n" for order in orders)), replies)
-    refused, opened, answered, no_encoder, unknown = map(json.loads, replies.getvalue().splitlines())
-    assert (refused, opened) == ({"refused": "no file"}, {"ok": "echo 1"})
-    assert [answer["token_ids"] for answer in answered["ok"]["answers"]] == [[6, 6], [7, 7]]
-    assert answered["ok"]["peak_bytes"] is None or answered["ok"]["peak_bytes"] > 1 << 20
-    assert "encode" in no_encoder["refused"] and "open, ask, encode" in unknown["refused"]
 
 
 def add(journal: Journal, name: str, prompt: str, tokens: Sequence[int], each_s: float, kind: str = "a") -> None:
@@ -104,45 +71,11 @@ def test_a_killed_run_goes_on_and_a_failure_is_forgotten_once_it_works(tmp_path:
     assert "not in the table: slow lookup: no file" in report and "python compare.py" in report
 
 
-class Tried:
-    """A child whose speed follows from its settings."""
-
-    def __init__(self, settings: Settings) -> None:
-        if settings["threads"] == 3:
-            raise Refusal("too many threads")
-        self._each_s = 1 / (settings["threads"] + settings.get("num_tokens", 0))
-
-    def ask(self, question: Question) -> Reply:
-        return Reply([Answer([7] * 4, [self._each_s * count for count in range(1, 5)])], None)
-
-    def close(self) -> None:
-        pass
-
-
-def test_a_sweep_takes_the_best_of_each_axis_and_passes_over_what_fails() -> None:
-    contestant = Contestant("x", "lookup", "x", {"threads": (1, 2, 3), "num_tokens": (1, 5, 2)})
-    opened: list[Settings] = []
-
-    def open_child(_: Contestant, settings: dict[str, Any]) -> Any:
-        opened.append(settings)
-        return Tried(settings)
-
-    told: list[dict[str, Any]] = []
-    best, trials = tune(contestant, {"flash": True}, [Question([[1, 2]], 4)], open_child, [], told.append)
-    assert best == {"flash": True, "setting": "lookup", "threads": 2, "num_tokens": 5}
-    assert len(opened) == len(trials) == 5
-    assert [trial.get("failure") for trial in trials].count("too many threads") == 1
-    with pytest.raises(Refusal, match="too many threads"):
-        tune(Contestant("x", "plain", "x", {"threads": (3,)}), {}, [Question([[1]], 4)], open_child, [], told.append)
-    again, _ = tune(contestant, {"flash": True}, [Question([[1, 2]], 4)], open_child, told, told.append)
-    assert again == best and len(opened) == 5 + 1 + 1  # only what failed is tried again
-
-
-def compare(folder: Path, *options: str, target: str = "demo-target-q8_0.gguf") -> subprocess.CompletedProcess[str]:
+def compare(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     with lzma.open(folder / "spec_bench_dev.jsonl.xz", "wt", encoding="utf-8") as lines:
         for text in ("Find me a restaurant.", "Name three fruits.", "Say it again.", "Hi.", "Who?", "Why?"):
             lines.write(json.dumps({"category": "writing", "turns": [text]}) + "\n")
-    command = [sys.executable, "scripts/lab/compare.py", f"demo={DEMO / target}", "--limit", "2"]
+    command = [sys.executable, "scripts/lab/compare.py", f"demo={DEMO / 'demo-target-q8_0.gguf'}", "--limit", "2"]
     command += ["--data", str(folder), "--output", str(folder / "out"), "--tokens", "6", "--context", "256"]
     command += ["--threads", "1", "--llama-server", str(folder / "no server"), *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -170,5 +103,3 @@ def test_the_command_measures_what_is_missing_and_names_who_cannot_run(tmp_path:
     assert not compare(tmp_path, *runtimes).returncode
     added = (tmp_path / "out" / "journal.jsonl").read_text(encoding="utf-8").removeprefix(journal).splitlines()
     assert {json.loads(line)["what"] for line in added} == {"command", "failed"}  # the server is still not there
-    other = compare(tmp_path, *runtimes, target="demo-draft-q8_0.gguf")
-    assert other.returncode and "give it another name" in other.stderr

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import tiny_gemma4
 import tiny_mixtures
 import verify_published
 from edgespec.kernels.library import library_path
@@ -39,8 +38,8 @@ def hub(tmp_path: Path) -> Iterator[HubServer]:
     write_model(folders["tiny/llama"] / "llama.gguf")
     write_lfm2(folders["tiny/hybrid"] / "hybrid.gguf")
     tiny_mixtures.write(folders["tiny/mixture"] / "mixture.gguf", tiny_mixtures.CASES["qwen3moe"])
-    tiny_gemma4.write_target(folders["tiny/gemma"] / "gemma.gguf")
-    tiny_gemma4.write_drafter(folders["tiny/head-GGUF"] / "mtp-gemma.gguf")
+    tiny_mixtures.write(folders["tiny/gemma"] / "gemma.gguf", tiny_mixtures.GEMMA)
+    tiny_mixtures.write_drafter(folders["tiny/head-GGUF"] / "mtp-gemma.gguf")
     (folders["tiny/broken"] / "broken.gguf").write_bytes(b"GGUF" + bytes(100))
     with serve(folders) as server:
         yield server

@@ -11,9 +11,9 @@ import pytest
 
 from command_line import refusal, run
 from demo import DEMO
+from edgespec.formats.manifest import write_manifest
 from edgespec.loading.catalogue import entries
 from edgespec.loading.drafts import expected_gain, find_aim, rank
-from edgespec.loading.own_models import write_manifest
 from edgespec.loading.registry import resolve
 from tiny_gguf import Shape, write_model
 
@@ -126,7 +126,6 @@ def test_a_folder_with_a_manifest_can_be_added(tmp_path: Path):
         (("rm", ".."), "'..' is not a valid name"),
         (("pull", "no-such-model"), "is not a known model"),
         (("pull", "qwen3-8b", "--draft", "qwen3-0.6b", "--no-draft"), "contradict each other"),
-        (("chat", "qwen3-8b"), "edgespec pull qwen3-8b fetches it"),
         (("generate", "Qwen/Qwen3-8B-GGUF", "-p", "x"), "edgespec pull Qwen/Qwen3-8B-GGUF fetches it"),
         (("pair", "nothing-like-it"), "no model 'nothing-like-it'"),
     ],
@@ -220,7 +219,7 @@ def test_a_model_goes_by_the_name_of_its_folder(home: Path, tmp_path: Path):
         folder.mkdir(parents=True)
         copy = replace(resolve("demo", engine="llamacpp").files["target"], path=folder / "model.gguf")
         shutil.copy(TARGET, copy.path)
-        write_manifest(folder, {"name": "inner"}, {"target": copy})
+        write_manifest(folder, {"name": "inner"}, [("target", copy)])
     assert resolve(str(tmp_path / "elsewhere")).name == "inner"
     assert resolve("mine").name == "mine" and run("show", "mine").stdout.startswith("mine:")
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from needs import NEEDS_KERNELS
-
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ("llama_cpp", "onnxruntime")
 CHILD = """
@@ -27,15 +25,6 @@ def run(*arguments: str, without: tuple[str, ...] = ("llama_cpp",), said: str = 
     return subprocess.run(command, capture_output=True, text=True, input=said, timeout=120, check=False)
 
 
-def test_the_demo_answers_on_onnx_runtime():
-    done = run("generate", "-p", "I want a table for two.", "-n", "8", "--json")
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    assert answer["engine"] == "onnx"
-    assert len(answer["token_ids"]) > 0
-    assert "llama" not in done.stderr
-
-
 @pytest.mark.parametrize("arguments", [["--engine", "llamacpp"], ["models/demo/demo-target-q8_0.gguf"]])
 def test_gguf_names_the_command_in_one_line(arguments: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("EDGESPEC_KERNELS", "none")
@@ -46,13 +35,6 @@ def test_gguf_names_the_command_in_one_line(arguments: list[str], monkeypatch: p
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: demo-target-q8_0.gguf needs llama.cpp, which is not installed here: ")
     assert "llamacpp" in line and "install" in line and "4 to 10 minutes" in line
-
-
-@NEEDS_KERNELS
-def test_a_gguf_answers_on_the_kernels():
-    done = run("generate", str(ROOT / "models/demo/demo-target-q8_0.gguf"), "-p", "hello", "-n", "8", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["engine"] == "onnx"
 
 
 def test_a_damaged_gguf_is_told_of_before_anything_is_to_be_installed(tmp_path: Path):

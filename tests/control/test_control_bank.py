@@ -1,4 +1,4 @@
-"""The time bank: however a drafter lies, elapsed <= (1 + share) * tokens * plain + start, at every moment.
+"""The time bank: however a drafter lies, elapsed <= (1 + share) * tokens * plain + start; long contexts, too.
 
 Stalls of the machine are no lies: they are excused, and no more of them than `edgespec.control.bank` says.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from itertools import repeat
 
 import numpy as np
 import pytest
@@ -15,14 +16,19 @@ import pytest
 from edgespec.control.auto import AutoController
 from edgespec.control.bank import TimeBank
 from edgespec.control.constants import START_PASSES
-from edgespec.control.cost import DraftCost
+from edgespec.control.cost import CostCurve, DraftCost
 from edgespec.control.prices import RunCosts
 from edgespec.drafters.base import DraftRequest
 from edgespec.reports import RoundRecord
 from edgespec.types import Draft
 from simulation import (
+    DRAFT_SHARE,
     LLAMA_Q8_0,
+    ORT_INT8,
     PLAIN_S,
+    PREFILL_SHARE,
+    READ_SHARE,
+    ContextCost,
     CopyingDrafter,
     Machine,
     Text,
@@ -30,6 +36,7 @@ from simulation import (
     World,
     always,
     honest,
+    known_curve,
     made_up,
     opposite,
     simulate,
@@ -43,27 +50,6 @@ def test_a_round_that_it_cannot_pay_is_refused_and_no_other() -> None:
     bank = TimeBank(share=0.02, balance_s=1.0)
     assert bank.can_pay(1.0 + 1.02 * 0.5, plain_s=0.5)
     assert not bank.can_pay(1.0 + 1.02 * 0.5 + 1e-9, plain_s=0.5)
-
-
-def test_half_of_it_is_risked_where_that_pays_for_a_draft_and_else_all() -> None:
-    def round_s(count: int) -> float:
-        return 1.5 + 0.25 * count
-
-    for balance_s, longest in (
-        (8.0, 9),
-        (4.0, 6),
-        (2.0, 2),
-        (1.6, 1),
-        (1.4, 3),
-        (0.8, 1),
-        (0.7, 0),
-        (0.0, 0),
-        (-4.0, 0),
-    ):
-        bank = TimeBank(share=0.0, balance_s=balance_s)
-        assert bank.longest(9, round_s, plain_s=1.0) == longest
-        assert not longest or bank.can_pay(round_s(longest), plain_s=1.0)
-    assert TimeBank(share=0.0, balance_s=8.0).longest(0, round_s, plain_s=1.0) == 0
 
 
 def test_what_rounds_do_to_the_balance() -> None:
@@ -230,3 +216,84 @@ def test_a_drafter_that_is_late_again_and_again_pays_for_it(stall_s: float, ever
     assert drafter.stalled_at  # it was tried
     assert worst_excess_s(records, 0.02, START_PASSES * PLAIN_S) <= excused * stall_s
     assert every > 1 or stall_s < 1.0 or max(drafter.stalled_at) < 3000, "one that is always late is given up"
+
+
+# -- long contexts in simulated time: attention may make every row of a pass dearer, and drafts that paid then lose
+
+
+SHORT, LONG, ANSWER = 200, 7000, 400
+RIGHT = 0.8  # of the draft's tokens
+# In plain passes per cached token: all that each row reads for itself, or all that a pass reads once.
+BY_ROW, BY_PASS = ContextCost(row=5e-4), ContextCost(fixed=5e-4)
+
+
+def text(prompt_tokens: int, seed: int = 0) -> Text:
+    return made_up(ANSWER, repeat(RIGHT), honest, seed, prompt_tokens)
+
+
+def controller(world: World, known: str) -> AutoController:
+    """One that knows the costs of short contexts, or that starts with guesses."""
+    short = known_curve({width: ratio * PLAIN_S for width, ratio in ORT_INT8.items()})
+    curves = {"short": short, "guessed": CostCurve(0.3 * PLAIN_S)}
+    cost = DraftCost(DRAFT_SHARE * PLAIN_S, READ_SHARE * PLAIN_S)
+    return AutoController({"model": world.model()}, RunCosts(curves[known], {"model": cost}), 0.02, world.clock)
+
+
+def answered(
+    world: World, auto: AutoController, prompt_tokens: int, seed: int = 0
+) -> tuple[list[RoundRecord], float, float]:
+    """The rounds of one answer, and how many times as fast as plain decoding: without its prompt, and with it."""
+    told = text(prompt_tokens, seed)
+    started_s = world.clock()
+    records = simulate(auto, told, world.machine, world.clock)
+    taken_s, prompt_s = world.clock() - started_s, prompt_tokens * PREFILL_SHARE * PLAIN_S
+    plain_s = World(Machine(ORT_INT8, context=world.machine.context)).plain_s([told])
+    return records, plain_s / taken_s, (prompt_s + plain_s) / (prompt_s + taken_s)
+
+
+def drafted(records: list[RoundRecord]) -> float:
+    """Share of rounds with a draft."""
+    return sum(record.drafted_tokens > 0 for record in records) / len(records)
+
+
+KNOWN = ("short", "guessed")
+
+
+@pytest.mark.parametrize("known", KNOWN)
+def test_drafting_stops_where_the_context_makes_it_lose(known: str) -> None:
+    """Five rows take 2.0 plain passes behind 200 tokens and 4.3 behind 7000: only the first pays."""
+    world = World(Machine(ORT_INT8, context=BY_ROW))
+    records, speed, _ = answered(world, controller(world, known), SHORT)
+    assert drafted(records) > 0.7 and speed > 1.2
+    world = World(Machine(ORT_INT8, context=BY_ROW))
+    records, _, speed = answered(world, controller(world, known), LONG)
+    assert speed >= 0.98 and drafted(records[len(records) // 4 :]) < 0.4
+
+
+@pytest.mark.parametrize("known", KNOWN)
+def test_drafting_goes_on_where_rows_share_what_the_context_costs(known: str) -> None:
+    world = World(Machine(ORT_INT8, context=BY_PASS))
+    auto = controller(world, known)
+    speeds = []
+    for seed, size in enumerate((SHORT, LONG)):
+        records, speed, _ = answered(world, auto, size, seed)
+        assert drafted(records) > 0.3
+        speeds.append(speed)
+    assert speeds[1] > speeds[0] > 1.2
+
+
+@pytest.mark.parametrize("known", KNOWN)
+def test_a_conversation_between_short_and_long_contexts(known: str) -> None:
+    """What was learnt behind one context is put right behind the other. A first jump may cost more than the bound.
+
+    What plain decoding would have taken is credited by what it took at the context before, until it is timed again.
+    Later ones stay within the bank's bound: 2%, and where the draft's cost has to be tried out three passes of 400.
+    """
+    world = World(Machine(ORT_INT8, context=BY_ROW))
+    auto = controller(world, known)
+    found = [answered(world, auto, size, seed) for seed, size in enumerate((SHORT, LONG) * 3)]
+    assert all(speed > 1.05 for _, speed, _ in found[::2])
+    long = [speed for _, _, speed in found[1::2]]
+    assert long[0] >= (0.95 if known == "short" else 0.98)
+    assert min(long[1:]) >= (0.97 if known == "guessed" else 0.98)
+    assert drafted(found[-1][0]) < 0.5

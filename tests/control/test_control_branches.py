@@ -1,30 +1,33 @@
-"""The automatic controller and drafts with branches: what they are worth, what they teach, and where they are taken."""
+"""Prices: the rate rule against brute force, and where drafts with branches are taken."""
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import edgespec
-from edgespec import Sampling
+from edgespec.control.auto import AutoController
+from edgespec.control.base import Proposal
 from edgespec.control.confidence import outcomes
-from edgespec.control.prices import Prices, RunCosts, best_length, best_nodes, least_ahead, path_products
-from edgespec.drafters.base import Drafter
+from edgespec.control.constants import FORESIGHT
+from edgespec.control.prices import Prices, RunCosts, best_length, best_nodes, least_ahead, may_pay, path_products
+from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.tree import TreeDrafter
-from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.sequence import CachedSequence, Passes
 from edgespec.generation.decode import autoregressive, speculative
-from edgespec.generation.run_state import Run
 from edgespec.sampling.acceptance import RULES
-from edgespec.sampling.sampler import Sampler
-from edgespec.sampling.stopping import StopRules
-from edgespec.types import Draft, Verdict
-from lossless import VOCABULARY
-from simulation import Timed, Watched, known_curve
+from edgespec.types import Batch, Draft, Logits, Verdict
+from lossless import PLAIN, VOCABULARY, run_of
+from simulation import known_curve
+from table_engine import TableEngine
 from tiny_heads import drafter_of, table_heads
 
 #     0 - 1 - 2
@@ -59,6 +62,27 @@ def test_all_of_a_tree_is_kept_or_what_pays_of_its_main_chain(row_s: float, kept
     assert best_nodes(chain, confidences[:3], prices, 8) == best
 
 
+class Watched(AutoController):
+    """Counts the drafts with branches that it proposes."""
+
+    branched = 0
+
+    def proposing(self, request: DraftRequest) -> Passes[Proposal]:
+        proposal = yield from super().proposing(request)
+        self.branched += not proposal.draft.is_chain
+        return proposal
+
+
+class Timed(TableEngine):
+    """A pass takes one second and `row_s` for each further row, on a clock of its own."""
+
+    row_s, now_s = 0.0, 0.0
+
+    def forward(self, batch: Batch) -> Logits:
+        self.now_s += 1.0 + self.row_s * (batch.width - 1)
+        return super().forward(batch)
+
+
 def of_a_draft_model(engine: Timed) -> list[Drafter]:
     model = ModelDrafter(engine.related(sigma=0.8))
     return [model, TreeDrafter(model), LookaheadDrafter(), NgramDrafter()]
@@ -86,8 +110,7 @@ def test_auto_takes_trees_where_rows_are_cheap_and_only_there(
     controller = Watched(drafters, RunCosts(curve, {}), clock=lambda: engine.now_s)
     cached = CachedSequence(engine)
     cached.keep_features(True)
-    sampler = Sampler(Sampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0), VOCABULARY)
-    runs = [Run(cached, np.array([0, 1], np.int32), sampler, StopRules(frozenset(), (), 400), False) for _ in range(2)]
+    runs = [run_of(cached, replace(PLAIN, temperature=temperature), 400, logprobs=False) for _ in range(2)]
     found = [event.token_id for event in speculative(runs[0], controller, RULES[rule])]
     assert len(found) == 400
     if rule == "coupled":
@@ -112,3 +135,73 @@ def test_auto_takes_no_drafter_of_many_rows_however_cheap_rows_are(
     pool.drafter("tree")  # asked for by name before: that changes nothing
     monkeypatch.setattr(pool.costs, "curve", known_curve({1: 1.0, 9: 1.01}))
     assert set(pool.names) == {"suffix", "model"}
+
+
+# -- the rate rule against brute force
+
+
+def random_passes(rng: random.Random, widest: int = 40) -> list[float]:
+    times = [0.0, 0.05]
+    while len(times) <= widest:
+        times.append(times[-1] + rng.choice((0.0, 0.001, 0.05)) * rng.random())
+    return times
+
+
+def gain_of(count: int, confidences: list[float], extra_s: float, rate: float) -> float:
+    """Expected tokens of a round over a plain one, term by term."""
+    expected, reach = 0.0, 1.0
+    for confidence in confidences[:count]:
+        reach *= confidence
+        expected += reach
+    return expected - rate * extra_s
+
+
+def test_best_length_is_what_brute_force_finds() -> None:
+    rng = random.Random(0)
+    for _ in range(500):
+        passes = random_passes(rng)
+        confidences = [rng.random() ** 0.3 for _ in range(rng.randrange(0, 16))]
+        rate, most = rng.uniform(5.0, 60.0), rng.randrange(0, 20)
+        gains = [
+            gain_of(count, confidences, passes[1 + count] - passes[1], rate)
+            for count in range(min(len(confidences), most) + 1)
+        ]
+        length, gain = best_length(confidences, Prices(passes, least_ahead(passes), rate), most)
+        assert gain == pytest.approx(max(gains), abs=1e-12)
+        assert gains[length] == pytest.approx(gain, abs=1e-12)
+
+
+def test_more_may_pay_where_some_number_of_further_tokens_does() -> None:
+    rng = random.Random(1)
+    for _ in range(500):
+        passes = random_passes(rng)
+        rate, token_s, reach = rng.uniform(5.0, 60.0), rng.uniform(0.0, 0.005), rng.random()
+        start, confidence = rng.randrange(0, 8), rng.random() ** 0.3
+        most = start + rng.randrange(0, 16)
+        gains = [0.0]
+        for count in range(1, min(FORESIGHT, most - start) + 1):
+            extra_s = passes[1 + start + count] - passes[1 + start] + count * token_s
+            gains.append(reach * gain_of(count, [confidence] * count, 0.0, 0.0) - rate * extra_s)
+        prices = Prices(passes, least_ahead(passes), rate)
+        assert may_pay(start, reach, confidence, prices, token_s, most) == (max(gains) > 0)
+
+
+def test_the_least_that_further_rows_take_is_what_brute_force_finds() -> None:
+    rng = random.Random(2)
+    for _ in range(50):
+        passes = random_passes(rng)
+        for width, least_s in enumerate(least_ahead(passes)):
+            wider = [(passes[other] - passes[width]) / (other - width) for other in range(width + 1, len(passes))]
+            assert least_s == pytest.approx(min(wider, default=math.inf))
+
+
+def test_confidences_are_asked_for_no_further_than_they_can_pay() -> None:
+    passes, asked = [0.0, *(1.0 + 0.2 * k for k in range(40))], []
+
+    def confidences() -> Iterator[float]:
+        for _ in range(30):
+            asked.append(0.3)
+            yield 0.3
+
+    assert best_length(confidences(), Prices(passes, least_ahead(passes), 1.0), 30)[0] == 1
+    assert len(asked) == 2  # 0.3 is more than the 0.2 that a further row takes, 0.09 is less

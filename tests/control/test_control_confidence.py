@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import pytest
 
 from edgespec.control.confidence import Logistic, UnusedDrafts
+from edgespec.drafters.growth import evidence_of
 from edgespec.types import Draft, Evidence
 from simulation import Text, always, beta_chances, bursts, honest, made_up, opposite, recorded
 
@@ -121,3 +123,29 @@ def test_a_draft_is_judged_once_where_the_text_differs_or_has_all_of_it() -> Non
     for start in range(200):
         add(drafts, [1] * 400, start)
     assert len(resolved(drafts, [2] * 500)) == 64, "only so many are kept waiting"
+
+
+# -- evidence of a draft model's tokens: grows with the probability of acceptance, and is cheap to compute
+
+
+def logits_with(margin: float, size: int, seed: int = 0) -> np.ndarray:
+    """Random logits whose best one leads by `margin`."""
+    row = np.random.default_rng(seed).standard_normal(size).astype(np.float32)
+    row[size // 3] = row.max() + margin
+    return row
+
+
+@pytest.mark.parametrize("size", [10, 300, 4096, 50_003, 128_256])
+def test_a_more_confident_draft_has_higher_evidence(size: int) -> None:
+    found = [evidence_of(logits_with(margin, size), 1.0, math.inf) for margin in (0.1, 1.0, 3.0, 6.0)]
+    odds, own, lead = zip(*found, strict=True)
+    assert list(odds) == sorted(odds) and odds[0] < odds[-1]
+    assert lead == pytest.approx((0.025, 0.25, 0.75, 1.5), abs=1e-6)
+    assert own == (0.0,) * 4
+
+
+def test_the_odds_of_a_short_row_are_those_of_its_softmax() -> None:
+    row = logits_with(1.5, 200)
+    weights = np.exp(row - row.max())
+    top = 1.0 / weights.sum()
+    assert evidence_of(row, 0.7, 0.4)[0] == pytest.approx(math.log(top / (1 - top)) / 2, abs=1e-5)

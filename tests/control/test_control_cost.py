@@ -14,7 +14,7 @@ import edgespec
 from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING
 from edgespec.control.constants import FIRST_ROW, START_PASSES
-from edgespec.control.cost import WIDEST, CostCurve, DraftCost, moved
+from edgespec.control.cost import WIDEST, CostCurve, DraftCost
 from edgespec.control.pool import cost_key
 from edgespec.control.prices import RunCosts
 from edgespec.drafters.ngram import NgramDrafter
@@ -60,14 +60,6 @@ def test_a_plain_pass_tells_whether_wide_passes_are_late_or_the_machine_is() -> 
     assert curve.at(4) / curve.at(1) > 1.5 * STEPS[4]
 
 
-def test_a_wide_pass_in_time_ends_the_doubt_about_its_width() -> None:
-    curve = late(4, 3)
-    curve.observe(4, STEPS[4])
-    assert curve.is_sure_of_plain
-    curve.observe(1, 1.0)
-    assert curve.at(4) / curve.at(1) < 1.5 * STEPS[4]
-
-
 def test_a_table_never_falls_whatever_was_measured_or_seen() -> None:
     """A narrow pass can be padded to a wider one, so it never costs more."""
     rng = np.random.default_rng(0)
@@ -80,25 +72,6 @@ def test_a_table_never_falls_whatever_was_measured_or_seen() -> None:
             table = curve.table()
             assert all(low <= high for low, high in pairwise(table))
             assert table[1] > 0
-
-
-def test_a_slower_machine_shows_at_every_width() -> None:
-    curve = known_curve(STEPS)
-    for _ in range(300):
-        curve.observe(1, 1.5)
-        curve.observe(4, 1.5 * 1.5)
-    assert curve.at(1) == pytest.approx(1.5, rel=0.02)
-    assert curve.at(4) == pytest.approx(2.25, rel=0.02)
-    assert curve.at(8) == pytest.approx(2.6 * 1.5, rel=0.25)  # never seen since, but the machine is the same
-
-
-def test_a_width_that_was_measured_wrongly_is_corrected() -> None:
-    curve = known_curve(STEPS)
-    for _ in range(300):
-        curve.observe(1, 1.0)
-        curve.observe(8, 4.0)
-    assert curve.at(8) == pytest.approx(4.0, rel=0.15)  # wider ones, that were not run, are taken for no dearer
-    assert curve.at(1) == pytest.approx(1.0, rel=0.05)
 
 
 def test_noise_makes_wide_passes_neither_dearer_nor_alike() -> None:
@@ -150,31 +123,6 @@ def test_a_drafted_token_and_a_read_one_are_told_apart() -> None:
     assert cost.token_s == pytest.approx(0.002, rel=0.1)
     assert cost.read_s == pytest.approx(0.0005, rel=0.1)
     assert cost.of(3, 10) == pytest.approx(3 * cost.token_s + 10 * cost.read_s)
-
-
-def test_one_slow_draft_does_not_make_a_drafter_dear() -> None:
-    cost = DraftCost(0.002, 0.0005)
-    for _ in range(20):
-        cost.observe(1, 0, 0.002)
-    cost.observe(1, 0, 5.0)
-    assert cost.token_s < 0.0026
-    cost.observe(0, 3, 1.0)  # nothing was drafted, so nothing is known of a token
-    assert cost.token_s < 0.0026
-
-
-def test_a_cost_that_was_unknown_is_what_is_seen_first() -> None:
-    cost = DraftCost()
-    cost.observe(4, 0, 0.008)
-    assert cost.token_s == pytest.approx(0.002)
-
-
-def test_choosing_tokens_is_no_overhead_of_a_round() -> None:
-    costs = RunCosts(known_curve(STEPS), {}, 1)
-    for _ in range(50):
-        costs.choosing_s = moved(costs.choosing_s, 0.001)
-        costs.observe_round(4, 4 * 0.001 + 0.003)
-    assert costs.round_s == pytest.approx(0.003, rel=0.01)
-    assert costs.observe_round(5, 0.004) == 0.0
 
 
 def test_other_weights_have_other_costs(tmp_path: Path) -> None:

@@ -22,15 +22,6 @@ def costs() -> RunCosts:
     return RunCosts(known_curve(CURVE), {}, 1)
 
 
-def test_alone_prices_are_those_of_the_curve() -> None:
-    found = costs()
-    before = found.prices()
-    found.share_passes(3, 7)
-    assert found.prices() != before
-    found.share_passes(1, 0)
-    assert found.prices() == before
-
-
 @pytest.mark.parametrize("prompt_rows", [0, 20])
 def test_the_parts_of_all_sequences_are_the_whole_pass(prompt_rows: int) -> None:
     """Drafts pay by their rows for all that they add; what a prompt adds is nobody's."""

@@ -11,7 +11,7 @@ import pytest
 from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Proposal
-from edgespec.control.cost import CostCurve, DraftCost
+from edgespec.control.cost import DraftCost
 from edgespec.control.prices import RunCosts
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import DraftRequest
@@ -20,18 +20,7 @@ from edgespec.engines.sequence import at_once
 from edgespec.reports import RoundRecord
 from edgespec.sampling.sampler import Sampler
 from edgespec.types import Verdict
-from simulation import (
-    FLAT,
-    LLAMA_Q8_0,
-    PLAIN_S,
-    Clock,
-    Machine,
-    TracedDrafter,
-    beta_chances,
-    honest,
-    made_up,
-    simulate,
-)
+from simulation import LLAMA_Q8_0, PLAIN_S, Clock, Machine, TracedDrafter, beta_chances, honest, made_up, simulate
 
 SLOWED = 12.0  # times as long a pass takes in which a spinning thread waits for one that lost its core
 Busy = Callable[[float], int]
@@ -276,19 +265,3 @@ def test_each_number_of_threads_has_costs_of_its_own() -> None:
     controller.costs.use_threads(1)
     at_once(controller.proposing(request))
     assert controller.costs.curve is steep
-
-
-def test_a_guess_is_timed_for_each_number_of_threads() -> None:
-    """One thread, on a machine that was busy from the start, must not tell what passes of two cost."""
-    clock = Clock()
-    drafter = TracedDrafter(clock, 0.002, 0.0002)
-    curve = CostCurve(0.05)
-    controller = AutoController({"model": drafter}, RunCosts(curve, {}, 2), 0.02, clock)
-    controller.costs.use_threads(1)
-    simulate(controller, TEXTS[0], Machine(FLAT, plain_s=2 * PLAIN_S), clock)
-    assert controller.costs.curve.at(1) == pytest.approx(2 * PLAIN_S, rel=0.1)
-    assert not curve.to_json()  # what is stored under two threads
-    controller.costs.use_threads(2)
-    simulate(controller, TEXTS[1], Machine(FLAT, plain_s=PLAIN_S), clock)
-    assert controller.costs.curve is curve
-    assert curve.at(1) == pytest.approx(PLAIN_S, rel=0.1)

@@ -45,6 +45,17 @@ def finish(batch: ContinuousBatch, *generations: Generation) -> None:
         batch.step()
 
 
+THREE = [[1, 2], [3, 4], [5, 6]]
+
+
+@pytest.fixture
+def expected(model: Model) -> list[Result]:
+    """What each of `THREE` is answered alone; the model has forgotten it."""
+    found = [alone(model, prompt, Sampling()) for prompt in THREE]
+    model.forget()
+    return found
+
+
 def same(found: Result, expected: Result) -> bool:
     return (found.token_ids, found.logprobs, found.finish_reason) == (
         expected.token_ids,
@@ -161,11 +172,8 @@ def test_a_text_that_gives_way_to_a_copy_is_parked(tmp_path: Path) -> None:
     assert again.stats.reused_tokens == len(other)
 
 
-def test_a_failing_pass_ends_its_own_generation_only(model: Model) -> None:
-    prompts = [[1, 2], [3, 4], [5, 6]]
-    expected = [alone(model, prompt, Sampling()) for prompt in prompts]
-    model.forget()
-    generations = [model.stream(prompt, Sampling(), OPTIONS) for prompt in prompts]
+def test_a_failing_pass_ends_its_own_generation_only(model: Model, expected: list[Result]) -> None:
+    generations = [model.stream(prompt, Sampling(), OPTIONS) for prompt in THREE]
     Counting(model.target).broken_sequence = 1
     with model.batch() as batch:
         finish(batch, *generations)
@@ -174,52 +182,38 @@ def test_a_failing_pass_ends_its_own_generation_only(model: Model) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["model", "tree"])
-def test_a_failing_draft_is_left_out_of_its_own_generation_only(model: Model, drafter: Any) -> None:
-    prompts = [[1, 2], [3, 4], [5, 6]]
-    expected = [alone(model, prompt, Sampling()) for prompt in prompts]
-    model.forget()
+def test_a_failing_draft_is_left_out_of_its_own_generation_only(
+    model: Model, expected: list[Result], drafter: Any
+) -> None:
     Counting(model.drafters.draft_engine).broken_sequence = 1
-    found = model.generate_all(prompts, Sampling(), replace(OPTIONS, drafter=drafter, draft_length=3))
+    found = model.generate_all(THREE, Sampling(), replace(OPTIONS, drafter=drafter, draft_length=3))
     assert all(map(same, found, expected))
     assert [any("broken" in note for note in result.stats.notes) for result in found] == [False, True, False]
     assert found[0].stats.accepted_tokens and found[2].stats.accepted_tokens and not found[1].stats.drafted_tokens
 
 
-def test_a_generation_that_is_cancelled_while_it_drafts_leaves_the_others_alone(model: Model) -> None:
-    prompts = [[1, 2], [3, 4], [5, 6]]
-    expected = [alone(model, prompt, Sampling()) for prompt in prompts]
-    model.forget()
+@pytest.mark.parametrize("releases", [False, True])
+def test_what_happens_in_the_midst_of_drafts_changes_no_text(
+    model: Model, expected: list[Result], releases: bool
+) -> None:
+    """One is cancelled, or the draft model is released, as when the memory budget is exceeded between two rounds."""
     options = replace(OPTIONS, drafter="model", draft_length=6)
-    generations = [model.stream(prompt, Sampling(), options) for prompt in prompts]
-    counted = Counting(model.drafters.draft_engine)
-    with model.batch() as batch:
-        for generation in generations:
-            batch.begin(generation)
-        while len(counted.widths) < 9:  # in the midst of a draft
-            batch.step()
-        generations[1].cancel()
-        finish(batch)
-    assert generations[1].finish_reason == "cancelled"
-    assert same(generations[0].result(), expected[0]) and same(generations[2].result(), expected[2])
-    assert same(model.generate(prompts[1], Sampling(), options), expected[1])  # its place is as good as before
-
-
-def test_a_draft_model_that_is_released_in_the_midst_of_drafts_changes_no_text(model: Model) -> None:
-    """As when the memory budget is exceeded between two rounds of one generation while others draft."""
-    prompts = [[1, 2], [3, 4], [5, 6]]
-    expected = [alone(model, prompt, Sampling()) for prompt in prompts]
-    model.forget()
-    options = replace(OPTIONS, drafter="model", draft_length=6)
-    generations = [model.stream(prompt, Sampling(), options) for prompt in prompts]
+    generations = [model.stream(prompt, Sampling(), options) for prompt in THREE]
     counted = Counting(model.drafters.draft_engine)
     with model.batch() as batch:
         for generation in generations:
             batch.begin(generation)
         while len(counted.widths) < 9:
             batch.step()
-        model._executor._drop_models()
+        if releases:
+            model._executor._drop_models()
+        else:
+            generations[1].cancel()
         finish(batch)
-    assert all(map(same, [generation.result() for generation in generations], expected))
+    assert (generations[1].finish_reason == "cancelled") != releases
+    results = [generation.result() for generation in generations]
+    assert all(same(results[place], expected[place]) for place in ((0, 1, 2) if releases else (0, 2)))
+    assert same(model.generate(THREE[1], Sampling(), options), expected[1])  # its place is as good as before
 
 
 def test_64_clients_with_random_cancels(model: Model) -> None:

@@ -1,12 +1,22 @@
-"""Chat templates in the sandbox, and conversations."""
+"""Chat templates in the sandbox and from files, conversations, and what they hold from earlier turns."""
 
 from __future__ import annotations
 
-import pytest
+import json
+from pathlib import Path
+from typing import Any
 
+import pytest
+from click.testing import CliRunner
+
+import edgespec
+from demo import TEST_THREADS
 from edgespec.chat.conversation import Conversation, fit_context
+from edgespec.chat.messages import checked_messages
 from edgespec.chat.template import render_chat
-from edgespec.errors import CapabilityError, PromptError, StateError
+from edgespec.cli.main import cli
+from edgespec.errors import CapabilityError, ConfigError, PromptError, StateError
+from tiny_gguf import TEMPLATE, Shape, write_model
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHATML = (
@@ -50,12 +60,6 @@ def test_a_template_gets_the_arguments_it_knows_and_no_others():
 def test_the_assistant_turn_is_opened_only_on_demand():
     assert render_chat(CHATML, HELLO) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     assert render_chat(CHATML, HELLO, add_generation_prompt=False) == "<|im_start|>user\nhello<|im_end|>\n"
-
-
-def test_a_conversation_is_a_prefix_of_its_continuation():
-    """Otherwise no cached prefix could be reused in the next turn."""
-    longer = [*HELLO, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "more"}]
-    assert render_chat(CHATML, longer).startswith(render_chat(CHATML, HELLO) + "hi")
 
 
 @pytest.mark.parametrize(
@@ -124,6 +128,15 @@ def test_a_template_that_joins_tool_arguments_gets_them_as_text():
 def test_a_message_that_cannot_be_used_is_named(messages, said):
     with pytest.raises(PromptError, match=said):
         render_chat(CHATML, messages)
+
+
+@pytest.mark.parametrize("messages", ["hi", b"hi", {"role": "user"}, 5, None, ["hi"], [None], [["role", "user"]],
+                                      [{"role": ["user"], "content": "x"}], [{"role": "user", "content": 5}],
+                                      [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}],
+                                      [{"role": "assistant", "content": "", "tool_calls": 5}]])  # fmt: skip
+def test_what_is_no_conversation_is_refused(messages):
+    with pytest.raises(PromptError):
+        checked_messages(messages)
 
 
 def exchanges(count: int, system: str | None = None) -> Conversation:
@@ -200,3 +213,131 @@ def test_a_message_that_alone_is_too_long_is_refused_and_nothing_is_lost():
     with pytest.raises(PromptError, match="10 tokens but the context holds only 10"):
         fit_context(conversation, ten_per_message, context_length=10, reserve=2)
     assert conversation.num_exchanges == 4
+
+
+# -- what a conversation holds from earlier turns never makes a request fail: it is shown as far as it has a text
+
+
+AND_NOW = {"role": "user", "content": "And now?"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+CALL = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "look", "arguments": "{}"}}]}
+
+
+def contents(*messages: Any) -> list[str]:
+    return [message["content"] for message in checked_messages(messages)]
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ({}, ""),
+        ({"content": None}, ""),
+        ({"content": []}, ""),
+        ({"content": {"ok": True, "name": "Zürich"}}, '{"ok": true, "name": "Zürich"}'),
+        ({"content": [1, 2]}, "[1, 2]"),
+        ({"content": 3}, "3"),
+        ({"content": [{"type": "text", "text": "a"}, IMAGE]}, "a[image_url left out: this model reads text only]"),
+        ({"content": {"type": "computer_screenshot", "image_url": "x"}},
+         "[computer_screenshot left out: this model reads text only]"),
+        ({"content": [{"type": "document", "source": {"type": "text", "data": "b"}, "title": "T"}]}, "T\nb"),
+        ({"content": [{"type": "document", "source": {"type": "base64", "data": "AAAA"}}]},
+         "[document left out: this model reads text only]"),
+    ],
+)  # fmt: skip
+def test_a_tool_result_is_what_text_it_has(result: dict[str, Any], text: str) -> None:
+    assert contents(AND_NOW, CALL, {"role": "tool", "tool_call_id": "c", **result})[-1] == text
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, "No."),
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"content": [{"type": "output_text", "text": "a"}, {"type": "thinking", "thinking": "hm"}]}, "a"),
+        ({"content": None, "audio": {"id": "a"}}, ""),
+        (
+            {"content": [{"type": "server_tool_use", "id": "s"}]},
+            "[server_tool_use left out: this model reads text only]",
+        ),
+    ],
+)
+def test_an_earlier_answer_is_what_text_it_has(answer: dict[str, Any], text: str) -> None:
+    assert contents(AND_NOW, {"role": "assistant", **answer}, AND_NOW)[1] == text
+
+
+def test_an_image_is_refused_in_the_question_only() -> None:
+    asked = {"role": "user", "content": [{"type": "text", "text": "What is it?"}, IMAGE]}
+    assert contents(asked, {"role": "assistant", "content": "A cat."}, AND_NOW)[0].startswith("What is it?[image_url")
+    for waiting in ([asked], [asked, {"role": "assistant", "content": "It is"}], [AND_NOW, CALL, asked]):
+        with pytest.raises(PromptError, match="image_url"):
+            checked_messages(waiting)
+
+
+def test_a_template_that_raises_for_a_text_gets_broken_arguments_as_one_argument() -> None:
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{% if c.function.arguments is not mapping %}"
+        "{{ raise_exception('an object!') }}{% endif %}{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}"
+        "{% endfor %}{% endfor %}{% endfor %}"
+    )
+    call = {"function": {"name": "f", "arguments": '{"a'}}
+    assert render_chat(source, [{"role": "assistant", "content": "", "tool_calls": [call]}]) == 'arguments={"a'
+    with pytest.raises(PromptError, match="at all"):
+        render_chat("{{ raise_exception('at all') }}", [{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
+# -- a chat template from a file: used instead of the model's, and checked before anything is loaded
+
+
+GREETING = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A model without a chat template."""
+    return write_model(tmp_path / "base.gguf", Shape(has_template=False))
+
+
+def written_template(folder: Path, text: str) -> Path:
+    path = folder / "template.jinja"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_python_and_command_line_use_it(base: Path, tmp_path: Path) -> None:
+    path = written_template(tmp_path, TEMPLATE + "!")
+    with edgespec.load(base, chat_template_file=path, threads=TEST_THREADS, reproducible=False) as model:
+        expected = model.encode("<|user|>hello<|end|><|assistant|>!", parse_special=True)
+        assert model.encode_chat(GREETING) == expected
+    words = ["generate", str(base), "-p", "hello", "-n", "1", "--json", "--no-reproducible"]
+    found = CliRunner().invoke(cli, [*words, "--chat-template-file", str(path)])
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["prompt_token_ids"] == expected
+    without = CliRunner().invoke(cli, words)
+    assert without.exit_code == 2 and "--chat-template-file" in without.stderr, "the error names the fix"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{% for m in messages %}", "broken: line 1"),
+        ("\n{% if messages %}{% endfor %}", "line 2"),
+        ("You are a bot.", "does not mention 'messages'"),
+        ("", "does not mention 'messages'"),
+        ("{{ messages }}" + " " * (1 << 20), "more than 1048576 characters"),
+    ],
+)
+def test_a_file_that_is_none_is_refused_before_the_model_is_looked_for(tmp_path: Path, text: str, said: str) -> None:
+    path = written_template(tmp_path, text)
+    with pytest.raises(ConfigError, match=said) as caught:
+        edgespec.load(tmp_path / "missing.gguf", chat_template_file=path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_every_command(base: Path, tmp_path: Path) -> None:
+    binary = tmp_path / "binary.jinja"
+    binary.write_bytes(b"{{ messages }}\xff")
+    cases = ((tmp_path / "missing.jinja", "No such file"), (binary, "not UTF-8"), (tmp_path, "cannot be read"))
+    for path, said in cases:
+        for command in (["generate", "-p", "x"], ["chat"], ["serve", "--port", "0"]):
+            found = CliRunner().invoke(cli, [*command, str(base), "--chat-template-file", str(path)])
+            assert found.exit_code == 2 and said in found.stderr, found.output

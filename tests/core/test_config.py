@@ -1,17 +1,26 @@
-"""flag > EDGESPEC_* environment > config file > default; nothing unknown passes."""
+"""flag > EDGESPEC_* environment > config file > default; nothing unknown or out of range passes."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from edgespec.chat.template import encode_messages
 from edgespec.config.options import SETTINGS, GenerateOptions, LoadOptions, Sampling, ServeOptions, SessionOptions
 from edgespec.config.sources import resolve
 from edgespec.config.table import did_you_mean
-from edgespec.errors import ConfigError, UsageError
+from edgespec.config.values import parse_endpoints, split_endpoint
+from edgespec.errors import ConfigError, EngineError, PromptError, SamplingError, UsageError
+from edgespec.generation.request import checked_ids
+from edgespec.sampling.sampler import Sampler
+from table_engine import LetterVocabulary
 
 OWNERS = {
     "load": LoadOptions,
@@ -163,8 +172,7 @@ def test_the_table_and_the_dataclasses_agree():
 
 
 @pytest.mark.parametrize(
-    ("typed", "near"),
-    [("--tmep", "--temp"), ("--modle", "--model"), ("genrate", ""), ("zzzz", "")],
+    ("typed", "near"), [("--tmep", "--temp"), ("--modle", "--model"), ("genrate", ""), ("zzzz", "")]
 )
 def test_the_nearest_name(typed, near):
     hint = did_you_mean(typed, ["--temp", "--top-k", "--chat-template", "--model", "-m"])
@@ -172,10 +180,209 @@ def test_the_nearest_name(typed, near):
 
 
 def test_paths_may_be_text():
-    options = LoadOptions(model=Path("a"), draft="b.gguf", medium=Path("c.gguf"), heads="d.npz")
-    assert (options.model, options.draft, options.medium, options.heads) == (
-        "a",
-        Path("b.gguf"),
-        Path("c.gguf"),
-        Path("d.npz"),
+    texts = LoadOptions(model=Path("a"), draft="b.gguf", medium="c.gguf", heads="d.npz")
+    assert texts == LoadOptions(model="a", draft=Path("b.gguf"), medium=Path("c.gguf"), heads=Path("d.npz"))
+
+
+# -- addresses of RPC servers, and where options place target and draft
+
+
+def test_servers_are_split_at_commas_and_keep_their_order():
+    assert parse_endpoints("b:1, a.example-1.net:65535,10.0.0.1:050052") == (
+        "b:1",
+        "a.example-1.net:65535",
+        "10.0.0.1:50052",
     )
+    assert split_endpoint("a.b:50052") == ("a.b", 50052)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", None, "host", ":50052", "a b:1", "host:", "host:0", "host:65536", "host:x", "host:\u0661"),
+        *("[::1]:50052", "::1", "a:1,,b:2", "a:1,b:2,a:01", ",".join(f"h{i}:1" for i in range(17))),
+    ],
+)
+def test_what_is_no_list_of_servers_is_refused_with_the_form(text):
+    with pytest.raises(ConfigError, match="is no list of servers: give HOST:PORT"):
+        parse_endpoints(text)
+
+
+def test_options_refuse_it_too():
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        LoadOptions(rpc="nowhere")
+    with pytest.raises(ConfigError, match="is not a device"):
+        LoadOptions(device="Vulkan0,,")
+
+
+@pytest.mark.parametrize(
+    ("given", "target", "draft"),
+    [
+        ({}, (0, None), (0, None)),
+        ({"gpu_layers": 5}, (5, None), (5, None)),
+        ({"gpu_layers": 5, "draft_gpu_layers": 0}, (5, None), (0, None)),
+        ({"device": "A,B"}, (-1, ("A", "B")), (-1, ("A", "B"))),
+        ({"device": "A", "draft_device": "none"}, (-1, ("A",)), (0, ())),
+        ({"device": "none", "draft_device": "A"}, (0, ()), (-1, ("A",))),
+        ({"gpu_layers": -1, "draft_device": "none"}, (-1, None), (0, ())),
+        ({"rpc": "h:1"}, (-1, None), (0, None)),
+        ({"rpc": "h:1", "gpu_layers": 7}, (7, None), (0, None)),
+        ({"rpc": "h:1", "draft_device": "A"}, (-1, None), (-1, ("A",))),
+        ({"rpc": "h:1", "device": "RPC0", "draft_gpu_layers": 3}, (-1, ("RPC0",)), (3, None)),
+    ],
+    ids=str,
+)
+def test_target_and_draft_are_placed_apart(given, target, draft):
+    options = LoadOptions(**given)
+    assert (options.target_gpu_layers, options.target_devices) == target
+    assert (options.draft_model_gpu_layers, options.draft_devices) == draft
+
+
+# -- invalid requests raise a typed error that says what was given and what is allowed
+
+
+NOTHING = np.empty(0, np.int32)
+HUGE = pytest.param(10**5000, id="huge")  # Python makes no text of it
+NO_NUMBERS: tuple[Any, ...] = (True, np.True_, None, "1", [1], 1j, math.nan, HUGE)
+
+
+@pytest.mark.parametrize("value", [*NO_NUMBERS, math.inf, -math.inf, -(10.0**5)])
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"]
+)
+def test_a_sampling_setting_that_is_no_number_in_range(name: str, value: Any) -> None:
+    with pytest.raises(SamplingError, match=rf"{name} must be a number from"):
+        Sampling(**{name: value})
+
+
+@pytest.mark.parametrize("value", [*NO_NUMBERS, 4.5, 4.0, np.float32(4), -(10**30)])
+@pytest.mark.parametrize("name", ["top_k", "penalty_window", "seed"])
+def test_a_sampling_setting_that_is_no_whole_number(name: str, value: Any) -> None:
+    if name == "seed" and value is None:
+        return
+    with pytest.raises(SamplingError, match=rf"{name} must be a whole number"):
+        Sampling(**{name: value})
+
+
+def test_a_sampling_setting_just_out_of_its_range() -> None:
+    for name, value in {"top_p": 1.5, "min_p": -0.1, "repeat_penalty": 0.0, "top_k": -2}.items():
+        with pytest.raises(SamplingError, match=name):
+            Sampling(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bias", [{1: math.inf}, {1: math.nan}, {1: 1e39}, {1: True}, {1: "2"}, {1.5: 1.0}, {"1": 1.0},
+                                  {True: 1.0}, [(1, 2.0)], None, 5, {-1: 1.0}])  # fmt: skip
+def test_a_logit_bias_that_cannot_be_added(bias: Any) -> None:
+    with pytest.raises(SamplingError, match="logit_bias"):
+        Sampling(logit_bias=bias)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    found = Sampling(temperature=np.float32(0.5), top_k=np.int64(3), logit_bias={np.int32(1): np.float64(-2)})
+    assert found == Sampling(temperature=0.5, top_k=3, logit_bias={1: -2.0})
+    assert [type(found.top_k), type(found.temperature)] == [int, float]
+
+
+def test_a_bias_that_forbids_all_tokens() -> None:
+    sampling = Sampling(logit_bias=dict.fromkeys(range(4), -math.inf))
+    with pytest.raises(SamplingError, match="forbids all 4 tokens"):
+        Sampler(sampling, 4)
+    assert Sampler(sampling, 5).distribution(np.zeros(5, np.float32), NOTHING).token_ids.tolist() == [4]
+
+
+def test_a_bias_that_is_changed_afterwards_changes_nothing() -> None:
+    bias = {1: -2.0}
+    sampling = Sampling(logit_bias=bias)
+    bias[1] = math.nan
+    assert sampling.logit_bias == {1: -2.0}
+
+
+@pytest.mark.parametrize(
+    "value, message", [(-math.inf, "no token can be sampled"), (math.inf, "infinite"), (math.nan, "NaN")]
+)
+@pytest.mark.parametrize("settings", [Sampling(temperature=0.0), Sampling(), Sampling(top_k=0, top_p=1.0)])
+def test_rows_that_hold_no_numbers(settings: Sampling, value: float, message: str) -> None:
+    row = np.full(6, -math.inf, np.float32)
+    row[2] = value
+    sampler = Sampler(settings, 6)
+    for use in (sampler.distribution, partial(sampler.likeliest, count=3)):
+        with pytest.raises(EngineError, match=message):
+            use(row, NOTHING)
+
+
+@pytest.mark.parametrize(
+    "ids", [[[1, 2], [3, 4]], [1.0, 2.0], [True], [1, None], ["1"], [2**70], [-1], [10], None, 5, 1.5, b"ab", {1: 2},
+            np.zeros((2, 2), np.int64), np.array([1.5]), np.array([True]), np.array(3), [[1], [2, 3]], [10**5000]]
+)  # fmt: skip
+def test_a_prompt_that_is_no_list_of_token_ids(ids: Any) -> None:
+    with pytest.raises(PromptError, match=r"token id"):
+        checked_ids(ids, 10)
+
+
+@pytest.mark.parametrize("ids", [[1, 9], (1, 9), np.array([1, 9], np.uint8), range(1, 10, 8), [np.int64(1), 9]])
+def test_a_prompt_of_token_ids(ids: Any) -> None:
+    found = checked_ids(ids, 10)
+    assert found.tolist() == [1, 9] and found.dtype == np.int32
+    assert checked_ids([], 10).size == 0
+
+
+COUNTS = ("threads", "context_length", "draft_context_length", "gpu_layers", "draft_gpu_layers", "exit_layer")
+FACTORS = ("draft_length", "max_slowdown")
+
+
+WRONG: dict[str, tuple[Any, ...]] = {"must be": (True, "7", [1], 10**5000, math.nan), "True or False": ("no", 0, 1.0)}
+WRONG |= {"allowed": (["auto"], 5, b"auto"), "must be a path": (["auto"], 5, b"auto")}
+
+
+@pytest.mark.parametrize(
+    "kind, names, said",
+    [
+        (LoadOptions, COUNTS + FACTORS, "must be"),
+        (GenerateOptions, ("max_tokens", "draft_length"), "must be"),
+        (LoadOptions, ("reproducible", "corpus", "learn"), "True or False"),
+        (GenerateOptions, ("ignore_eos", "logprobs"), "True or False"),
+        (SessionOptions, ("chat_template", "stats"), "True or False"),
+        (LoadOptions, ("engine", "drafter", "verify", "provider", "cache_type_k"), "allowed"),
+        (LoadOptions, ("draft", "heads"), "must be a path"),
+    ],
+)
+def test_an_option_of_another_kind(kind: Any, names: tuple[str, ...], said: str) -> None:
+    for name, value in itertools.product(names, WRONG[said]):
+        with pytest.raises(ConfigError, match=said):
+            kind(**{name: value})
+
+
+# -- conversations
+
+
+def templated(vocabulary: LetterVocabulary) -> LetterVocabulary:
+    vocabulary.chat_template = "z{{ messages[0].content }}"
+    return vocabulary
+
+
+class Marked(LetterVocabulary):
+    """Letters, of which `z` is a control token and `y` one without a name."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in (24, 25) else super().token_bytes(token_id)
+
+    def token_name(self, token_id: int) -> str:
+        return "" if token_id == 24 else super().token_name(token_id)
+
+    def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:
+        return [ord(letter) - (97 if parse_special or letter != "z" else -1000) for letter in text]
+
+
+def test_a_control_token_without_a_name_splits_no_message() -> None:
+    vocabulary = Marked(26)
+    assert vocabulary.control_names == ("z",)
+    assert encode_messages(templated(vocabulary), [{"role": "user", "content": "abc"}], None, "m") == [25, 0, 1, 2]
+
+
+def test_parts_of_a_message_cannot_forge_a_turn_either() -> None:
+    parts = [{"type": "text", "text": "az"}, {"type": "text", "text": "b"}]
+    found = encode_messages(templated(Marked(26)), [{"role": "user", "content": parts}], None, "m")
+    assert found == [25, 0, ord("z") + 1000, 1]
+
+
+# -- heads that overflow

@@ -1,8 +1,10 @@
-"""A conversation that ends with an assistant's text: the prompt ends behind that text, and the model goes on."""
+"""Answers taken apart and gone on with: a conversation's last message, reasoning, tool calls."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +12,12 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.chat.marks import CHANNELS, KNOWN_MARKS, ChannelSplitter
-from edgespec.chat.reasoning import Reasoning
+from edgespec.chat.marks import CHANNELS, KNOWN_MARKS, ChannelSplitter, Marks, control_text, reasoning_marks
+from edgespec.chat.reasoning import Reasoning, ReasoningSplitter
 from edgespec.chat.template import answer_prefix, encode_messages
 from edgespec.errors import PromptError
 from edgespec.vocabulary import Vocabulary
+from tiny_gguf import TEMPLATE, write_model
 
 QUESTION = [{"role": "user", "content": "Find me a restaurant in San Jose."}]
 GREEDY = Sampling(temperature=0.0)
@@ -146,3 +149,126 @@ def test_a_structure_cannot_hold_for_an_answer_that_has_begun(model: Model) -> N
     begun = [*QUESTION, {"role": "assistant", "content": "It is "}]
     with pytest.raises(PromptError, match="json_schema"):
         model.chat(begun, GREEDY, GenerateOptions(json_schema={"type": "object"}))
+
+
+# -- reasoning told apart from the answer behind it, whatever pieces the text comes in
+
+
+THINK, BRACKETS = KNOWN_MARKS[0], KNOWN_MARKS[1]
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def split(text: str, step: int, *, is_open: bool = False, marks: Marks = THINK) -> tuple[str, str]:
+    splitter = ReasoningSplitter(marks, is_open=is_open)
+    parts = [splitter.push(text[begin : begin + step]) for begin in range(0, len(text), step)]
+    parts.append(splitter.finish())
+    return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 9, 1000])
+@pytest.mark.parametrize(
+    ("text", "is_open", "expected"),
+    [
+        ("<think>\nHm. a < b\n\nSo.\n</think>\n\nYes.\n", False, ("Hm. a < b\n\nSo.", "Yes.\n")),
+        ("\n<think></think>Yes", False, ("", "Yes")),
+        ("Yes <think>no</think>", False, ("", "Yes <think>no</think>")),
+        ("  <thin", False, ("", "  <thin")),
+        ("<thick>", False, ("", "<thick>")),
+        ("Hm.\n</think>\n\nYes", True, ("Hm.", "Yes")),
+        ("<think>\nHm.</think>Yes </think>", True, ("Hm.", "Yes </think>")),
+        ("</think>\nYes", True, ("", "Yes")),
+        ("Hm. </thi", True, ("Hm. </thi", "")),
+        ("<thi", True, ("<thi", "")),
+        ("<think>Hm.\n\n", False, ("Hm.", "")),
+        ("<think>Hm.</think>\n\n", False, ("Hm.", "")),
+        ("", True, ("", "")),
+        (" \n", False, ("", " \n")),
+    ],
+)
+def test_reasoning_and_answer_are_told_apart(text: str, is_open: bool, expected: tuple[str, str], step: int) -> None:
+    assert split(text, step, is_open=is_open) == expected
+    other = text.replace("<think>", BRACKETS.opening).replace("</think>", BRACKETS.closing)
+    if "<thi" not in other and "</thi" not in other:
+        assert split(other, step, is_open=is_open, marks=BRACKETS) == tuple(
+            each.replace("<think>", "[THINK]").replace("</think>", "[/THINK]") for each in expected
+        )
+
+
+def test_only_a_possible_mark_is_held_back() -> None:
+    splitter = ReasoningSplitter(THINK)
+    assert splitter.push("<think>Hm") == ("Hm", "")
+    assert splitter.push(". a <") == (". a", "")
+    assert splitter.push(" b </thi") == (" < b", "")
+    assert splitter.push("s>") == (" </this>", "")
+    assert splitter.push("</think>") == ("", "") and not splitter.is_answering
+    assert splitter.push("\n\nYes <th") == ("", "Yes <th") and splitter.is_answering
+
+
+def test_marks_come_from_the_chat_template() -> None:
+    assert reasoning_marks(None) is None and reasoning_marks(TEMPLATE) is None
+    assert reasoning_marks("{% if '</think>' in content %}") == THINK
+    assert reasoning_marks("{{ '[THINK]' + block.thinking + '[/THINK]' }}") == BRACKETS
+
+
+@pytest.mark.parametrize(("end", "is_open"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)])
+def test_the_end_of_the_prompt_says_whether_the_answer_begins_inside(tmp_path: Path, end: str, is_open: bool) -> None:
+    template = TEMPLATE + f"{{{{ '{end}' }}}}{{# <think> #}}".replace("\n", "\\n")
+    path = write_model(tmp_path / "m.gguf", metadata={"tokenizer.chat_template": template})
+    with edgespec.load(str(path), threads=TEST_THREADS, reproducible=False) as model:
+        vocabulary = model.target.vocabulary
+        assert Reasoning.of(vocabulary, model.encode_chat(HELLO)) == Reasoning(THINK, is_open)
+        end_id = vocabulary.encode("<|end|>", parse_special=True)[0]
+        assert control_text(vocabulary, end_id, ("<|end|>",)) == "<|end|>"
+        assert control_text(vocabulary, end_id, ("<|user|>",)) == ""
+        assert control_text(vocabulary, vocabulary.encode("a")[0], ("a",)) == "", "it prints itself"
+
+
+# -- a finished answer taken apart in Python: reasoning, text, tool calls, and the message for the next turn
+
+
+TOOLS = [{"type": "function", "function": {"name": "FindBus", "parameters": {"type": "object"}}}]
+BUS = [{"role": "user", "content": "Find me a bus to Fresno."}]
+CALL = '<tool_call>\n{"name": "FindBus", "arguments": {"to": "Fresno"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module", params=["llamacpp", "onnx"])
+def talker(request: pytest.FixtureRequest) -> Iterator[Model]:
+    with edgespec.load("demo", engine=request.param, threads=TEST_THREADS, reproducible=False) as found:
+        yield found
+
+
+def answered(talker: Model, text: str) -> edgespec.Result:
+    """The result of a chat that is made to answer `text`."""
+    pattern = "".join(f"[{letter}]" if letter in "{}()" else letter for letter in text)
+    options = GenerateOptions(max_tokens=120, regex=pattern)
+    return talker.chat(BUS, Sampling(temperature=0.0), options, tools=TOOLS).result()
+
+
+def test_calls_are_taken_out_of_the_text_and_go_into_the_next_turn(talker: Model) -> None:
+    result = answered(talker, CALL)
+    parts = talker.split_answer(result, TOOLS)
+    (call,) = parts.tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("FindBus", {"to": "Fresno"})
+    assert (parts.text.strip(), parts.reasoning) == ("", "")
+    messages = [*BUS, parts.as_message(), {"role": "tool", "tool_call_id": call.id, "content": "9:00"}]
+    shown = talker.decode(talker.encode_chat(messages, TOOLS))
+    assert "Fresno" in shown.split("FindBus")[-1] and shown.index("FindBus") < shown.index("9:00")
+
+
+def test_what_is_no_call_stays_in_the_text(talker: Model) -> None:
+    for text in ("At 9 there is one", CALL[:40]):
+        parts = talker.split_answer(answered(talker, text), TOOLS)
+        assert (parts.text, parts.tool_calls) == (text, ())
+    assert talker.split_answer(answered(talker, CALL)).text == CALL, "nobody asked for calls"
+    assert parts.as_message() == {"role": "assistant", "content": CALL[:40]}
+
+
+def test_an_answer_that_was_cut_while_it_reasoned_goes_on_reasoning(tmp_path: Path) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{# <think> #}")
+    begun = [*BUS, {"role": "assistant", "content": "<think>Hm, so"}]
+    options = GenerateOptions(max_tokens=60, regex=" yes.</think>The answer")
+    with edgespec.load("demo", chat_template_file=path, threads=TEST_THREADS, reproducible=False) as talker:
+        result = talker.stream(talker.encode_chat(begun), Sampling(temperature=0.0), options).result()
+        parts = talker.split_answer(result, messages=begun)
+        assert (parts.reasoning.strip(), parts.text) == ("yes.", "The answer")

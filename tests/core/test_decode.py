@@ -1,4 +1,4 @@
-"""The decoding loop: limits, counters, early ends, and consistent caches after interruptions."""
+"""The decoding loop: limits, counters, early ends, stop rules, and consistent caches after interruptions."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from edgespec.control.base import FixedLength, Proposal
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.sequence import CachedSequence
-from edgespec.errors import PromptError
+from edgespec.errors import PromptError, VocabularyMismatch
 from edgespec.generation import run_state
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.reports import RoundRecord
 from edgespec.sampling.acceptance import RULES, Rule, coupled
 from edgespec.sampling.sampler import NoTokenLeft, Sampler
-from edgespec.sampling.stopping import StopRules
+from edgespec.sampling.stopping import StopRules, TextStream
 from edgespec.types import TokenIds, Verdict
-from table_engine import Struck, TableEngine
+from edgespec.vocabulary import check_same_vocabulary
+from table_engine import Struck, TableEngine, Words
 
 PROMPT = np.array([0, 1, 2], np.int32)
 
@@ -223,3 +224,60 @@ def test_cancel_raises_nothing_and_the_next_run_is_exact(target: CachedSequence,
     assert len(begun) < len(expected)
     again = speculative(make_run(target), FixedLength(drafter, 4), coupled)
     assert [event.token_id for event in again] == expected
+
+
+# -- stop rules, and the text that can be shown before a stop string is complete
+
+
+BYTES = [*(bytes([value]) for value in range(256)), b""]  # and one end token
+
+
+def shown(text: str | bytes, *stops: str, max_tokens: int | None = None) -> tuple[list[str], str | None]:
+    stream = TextStream(Words(BYTES, ends=(256,)), StopRules(frozenset({256}), stops, max_tokens))
+    pieces, reason = [], None
+    for token_id in text.encode() if isinstance(text, str) else text:
+        piece, reason = stream.push(token_id)
+        pieces.append(piece)
+        if reason:
+            break
+    return pieces, reason
+
+
+def test_text_ends_before_the_earliest_stop_string() -> None:
+    pieces, reason = shown("one STOP two", "STOP", "OP")
+    assert ("".join(pieces), reason) == ("one ", "stop")
+
+
+def test_a_possible_stop_string_is_held_back_and_released_when_it_is_none() -> None:
+    pieces, reason = shown("a<<b", "<<<")
+    assert pieces == ["a", "", "", "<<b"]
+    assert reason is None
+
+
+def test_overlapping_beginnings_hold_back_the_longest() -> None:
+    pieces, reason = shown("aabaac", "aabaac")
+    assert ("".join(pieces), reason) == ("", "stop")
+    pieces, _ = shown("aabaab", "aabaac")
+    assert "".join(pieces) == "aab"
+
+
+def test_split_utf8_waits_and_an_incomplete_one_ends_as_replacement() -> None:
+    assert shown("é")[0] == ["", "é"]
+    assert shown("🦊".encode()[:2], max_tokens=2) == (["", "\ufffd"], "length")
+
+
+def test_max_tokens_releases_what_was_held() -> None:
+    assert shown("ab<", "<stop>", max_tokens=3) == (["a", "b", "<"], "length")
+
+
+def test_end_token_prints_nothing_and_stops() -> None:
+    stream = TextStream(Words(BYTES, ends=(256,)), StopRules(frozenset({256}), ("zz",)))
+    assert stream.push(ord("z")) == ("", None)
+    assert stream.push(256) == ("z", "stop")
+
+
+def test_vocabulary_mismatch_names_the_first_token_that_differs() -> None:
+    other = [b"seven" if place in (7, 9) else piece for place, piece in enumerate(BYTES)]
+    with pytest.raises(VocabularyMismatch, match=r"token 7 is .*x07.* in the target and .*seven.* in the draft"):
+        check_same_vocabulary(Words(BYTES), Words(other))
+    check_same_vocabulary(Words(BYTES), Words([*BYTES, b"padding"]))

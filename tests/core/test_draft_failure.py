@@ -21,8 +21,7 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import EngineError
 from edgespec.sampling.sampler import Sampler
 from edgespec.types import Batch, Logits
-from table_engine import Struck, TableEngine
-from tiny_heads import drafter_of, random_heads
+from table_engine import Struck
 
 VOCABULARY = 10
 OPTIONS = GenerateOptions(max_tokens=40, ignore_eos=True)
@@ -76,26 +75,6 @@ def test_whatever_strikes_a_draft_its_cache_holds_what_it_knows(
     assert ask(44) == wanted[2]
 
 
-def test_eagle_reads_its_pairs_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = TableEngine.random(VOCABULARY, context_length=64)
-    heads = random_heads("eagle", engine, VOCABULARY, draft_vocabulary=VOCABULARY)
-    struck, fresh = (drafter_of(heads, VOCABULARY) for _ in range(2))
-    rows = np.random.default_rng(0).normal(size=(30, VOCABULARY)).astype(np.float32)
-    sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
-
-    def ask(drafter: Drafter, length: int, told: int) -> list[float]:
-        text = np.arange(length, dtype=np.int32) % VOCABULARY
-        draft = drafter.draft(DraftRequest(text, 4, sampler, features=rows[length - 1 - told : length - 1]))
-        return [*draft.token_ids.tolist(), *(value for each in draft.evidence or () for value in each)]
-
-    ask(struck, 10, 9)
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):  # behind the layer's pass
-        patched.setattr(struck._head._text.scored, "logits", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))  # type: ignore[attr-defined]
-        ask(struck, 12, 2)
-    assert ask(struck, 12, 2) == ask(fresh, 12, 2)
-    assert ask(struck, 14, 2) == ask(fresh, 14, 2)
-
-
 # -- the answer goes on
 
 
@@ -147,18 +126,6 @@ def test_the_next_answer_uses_the_drafter_again(tmp_path: Path) -> None:
         first, second = (model.generate("abc", Sampling(seed=seed), OPTIONS) for seed in (1, 2))
     assert first.stats.notes and 0 < first.stats.drafted_tokens < 8
     assert not second.stats.notes and second.stats.drafted_tokens > 30
-
-
-def test_an_interrupt_in_a_draft_still_ends_the_answer(tmp_path: Path) -> None:
-    def interrupted(logits: Logits) -> Logits:
-        raise KeyboardInterrupt
-
-    with table_model(tmp_path, drafter="model", draft_length=4) as model:
-        plain = model.generate("abc", Sampling(seed=1), GenerateOptions(max_tokens=40, drafter="none")).text
-        breaking(model, interrupted, times=1)
-        with pytest.raises(KeyboardInterrupt):
-            model.generate("abc", Sampling(seed=1), OPTIONS)
-        assert model.generate("abc", Sampling(seed=1), OPTIONS).text == plain
 
 
 def test_the_command_line_says_it_once(monkeypatch: pytest.MonkeyPatch) -> None:

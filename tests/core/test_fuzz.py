@@ -1,23 +1,24 @@
-"""scripts/lab/fuzz.py: a few dozen of its cases pass, and what goes wrong in a case is told as that."""
+"""scripts/lab/fuzz.py and check_reproducible.py: a few dozen of their cases pass."""
 
 from __future__ import annotations
 
 import os
-import signal
+import runpy
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import edgespec
+from bench_table import table_model
 from demo import LAB
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="forks, limits and signals of POSIX")
 SMALL = {"files": 8, "requests": 30, "structures": 24}
 
 
+@pytest.mark.skipif(os.name != "posix", reason="forks, limits and signals of POSIX")
 @pytest.mark.parametrize("kind", SMALL)
 def test_some_cases_come_out_well(kind: str) -> None:
     command = [sys.executable, str(LAB / "fuzz.py"), "--kind", kind, "--cases", str(SMALL[kind])]
@@ -27,24 +28,25 @@ def test_some_cases_come_out_well(kind: str) -> None:
     assert "signal 0  traceback 0  hang 0  garbage 0" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("run", "verdict", "said"),
-    [
-        (lambda: {}["x"], "traceback", "KeyError"),
-        (lambda: sys.exit(3), "traceback", "SystemExit"),
-        (lambda: os.kill(os.getpid(), signal.SIGTERM), "signal", "SIGTERM"),
-        (lambda: os._exit(134), "signal", "exit 134"),
-        (lambda: time.sleep(60), "hang", "SIGKILL"),
-    ],
-)
-def test_what_goes_wrong_in_a_case_ends_no_other(
-    tmp_path: Path, run: Callable[[], None], verdict: str, said: str
-) -> None:
-    from fuzz import _verdicts
-    from fuzz_cases import Case
+# -- threads ask one model at once: no crash, no wrong text, right figures (longer: check_reproducible.py)
 
-    cases = [(n, Case("fine", lambda folder: None)) for n in range(2)]
-    cases.insert(1, (7, Case("odd", lambda folder: run())))
-    found = list(_verdicts(cases, 3, tmp_path, 5.0))
-    assert [(number, judged[0]) for number, _, judged in found] == [(0, "ok"), (7, verdict), (1, "ok")]
-    assert said in found[1][2][1]
+
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "lab" / "check_reproducible.py"))
+Check, close_while_running = SCRIPT["Check"], SCRIPT["close_while_running"]
+
+
+def test_table_engines_under_load(tmp_path: Path) -> None:
+    with table_model(tmp_path, drafter="model", draft_length=4) as model:
+        check = Check(model, ("abc", "cab" * 20, "a"), (4, 24, 60))
+        assert check.run(6, count=150), check.wrong[:3]
+    assert check.counts["whole"] > 20 and check.compared.total() > 1000
+
+
+@pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
+def test_real_engines_under_load(engine: Any) -> None:
+    options: dict[str, Any] = {"engine": engine, "threads": 1, "reproducible": True, "draft_length": 4}
+    with edgespec.load("demo", drafter="model", **options) as model:
+        check = Check(model, lengths=(4, 24))
+        assert check.run(5, count=40), check.wrong[:3]
+    assert check.counts["whole"] > 3
+    close_while_running(lambda: edgespec.load("demo", drafter="model", **options))

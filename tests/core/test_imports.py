@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import ast
+import runpy
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 import edgespec
-from demo import DEMO
-from edgespec.formats.head_file import read_head_file
-from trainlib.head_files import write_head_file
 
 PACKAGE = Path(edgespec.__file__).parent
 ENGINES_MAY_USE = {"closing", "errors", "installation", "config", "types", "vocabulary", "engines"}
@@ -143,18 +141,34 @@ def test_the_package_itself_imports_next_to_nothing():
     assert done.returncode == 0, f"loaded: {done.stderr}"
 
 
-def test_a_first_draft_waits_for_no_import_of_masked_arrays(tmp_path):
-    """numpy imports numpy.ma, 65 ms, when np.unique is first called."""
-    heads = read_head_file(DEMO / "heads" / "eagle.npz")
-    path = tmp_path / "some-frequent.npz"
-    write_head_file(path, replace(heads, frequent=np.arange(0, len(heads.token_ids), 2, dtype=np.int32)))
-    code = (
-        "import sys, edgespec\nfrom edgespec import GenerateOptions, Sampling\n"
-        f"loaded = edgespec.load({str(DEMO / 'onnx' / 'target')!r}, heads={str(path)!r}, drafter='eagle', threads=1)\n"
-        "options, sampling = GenerateOptions(max_tokens=12, draft_length=2), Sampling(repeat_penalty=1.1)\n"
-        "with loaded as model:\n"
-        "    stats = model.generate('Hi', sampling, options).stats\n"
-        "assert stats.drafted_tokens\nsys.exit('numpy.ma' in sys.modules)"
+# -- a size that fits a head: the package does not grow unless somebody says so in pyproject.toml
+
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("*.py", "*.cpp", "*.h")
+
+
+def test_the_package_does_not_grow_by_itself() -> None:
+    lines = sum(
+        len(path.read_text(encoding="utf-8").splitlines())
+        for pattern in SOURCES
+        for path in (ROOT / "edgespec").rglob(pattern)
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    most = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["edgespec"]["most_lines"]
+    assert lines <= most, f"edgespec/ has {lines} lines, pyproject.toml allows {most}: raise it in a commit of its own"
+    assert lines > most - 2000, f"edgespec/ has only {lines} lines now: lower most_lines in pyproject.toml to it"
+
+
+# -- the mutants of scripts/lab/mutants.py can still be applied; running them takes too long for every change
+
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MUTANTS = runpy.run_path(str(REPOSITORY / "scripts" / "lab" / "mutants.py"))["MUTANTS"]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_changes_one_place_of_todays_code(mutant: Any) -> None:
+    source = (REPOSITORY / "edgespec" / mutant.file).read_text(encoding="utf-8")
+    assert source.count(mutant.original) == 1 and mutant.mutated != mutant.original
+    compile(source.replace(mutant.original, mutant.mutated), mutant.file, "exec")
+    assert all((REPOSITORY / test.partition("::")[0]).is_file() for test in mutant.tests)

@@ -1,18 +1,28 @@
-"""The registry: names, paths, manifests, and every way in which each can be wrong."""
+"""The registry, the catalogue and models of other programs: names, paths, manifests, and how each can be wrong."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import edgespec
+from demo import TEST_THREADS
+from edgespec.cli.main import cli
 from edgespec.errors import ModelFileError, ModelNotFound
 from edgespec.formats.manifest import read_pair
+from edgespec.loading import catalogue
 from edgespec.loading import registry as models
+from edgespec.loading.catalogue import Entry, entries, parse
 from edgespec.loading.download import check_hash
-from edgespec.loading.registry import resolve
+from edgespec.loading.hub import HubFile, choose, head_beside
+from edgespec.loading.registry import found_elsewhere, path_elsewhere, resolve
+from edgespec.platform.files import shipped_models
 from tiny_gguf import write_model
 
 TARGET, DRAFT = b"target weights", b"draft weights"
@@ -146,3 +156,252 @@ def test_missing_truncated_and_damaged_files(home: Path):
     (folder / "d.gguf").unlink()
     with pytest.raises(ModelFileError, match=r"d\.gguf is missing"):
         resolve("pair")
+
+
+# -- the catalogue is sound, its claims have a source, and names lead to what they say
+
+
+ROOT = Path(__file__).resolve().parents[2]
+ALL = list(entries().values())
+
+
+@pytest.mark.parametrize("entry", ALL, ids=lambda entry: entry.name)
+def test_an_entry_is_sound(entry: Entry):
+    assert entry.name == entry.name.lower() and entry.parameters > 1e6
+    assert entry.licence and entry.description and entry.repo and entry.weights and entry.quant
+    assert entry.files or not entry.verified, "what was tried here has a known checksum"
+    if entry.draft:
+        draft = entries()[entry.draft]
+        assert draft.family == entry.family and draft.guessed_bytes() < entry.guessed_bytes()
+    assert all(head.target == entry.weights for head in entry.heads)
+    assert len({head.repo for head in entry.heads}) == len(entry.heads)
+    for head in (head for head in entry.heads if head.gguf):
+        group = choose(head.gguf, listing(head.gguf.partition(":")[2] or f"{head.gguf.split('/')[1]}-Q8_0.gguf"))
+        assert group.target.is_head and parse(head.gguf).repo == head.gguf.partition(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "others", "head"),
+    [
+        ("m-Q4_K_M.gguf", ("mtp-m-Q4_0.gguf", "mtp-m-Q8_0.gguf", "m-Q8_0.gguf"), "mtp-m-Q8_0.gguf"),
+        ("g-it-Q4_K_M.gguf", ("g-it-assistant.Q8_0.gguf",), "g-it-assistant.Q8_0.gguf"),
+        ("m.gguf", ("dspark-m-small-Q8_0.gguf", "eagle3-m-BF16.gguf", "mmproj-m.gguf"), "eagle3-m-BF16.gguf"),
+        ("m-Q4_0.gguf", ("mtp-n-Q8_0.gguf", "m-draft-Q4_0.gguf"), None),
+        ("m-00001-of-00002.gguf", ("m-00002-of-00002.gguf", "dflash-m-Q8_0.gguf"), "dflash-m-Q8_0.gguf"),
+    ],
+)
+def test_heads_beside_a_file_are_found_by_name(target: str, others: tuple[str, ...], head: str | None):
+    assert head_beside(target, dict.fromkeys((target, *others), 1000)) == head
+
+
+def test_heads_are_taken_with_eight_bits():
+    found = choose("o/r", listing("m-Q4_K_M.gguf", "mtp-small-Q4_0.gguf", "mtp-small-BF16.gguf", "mtp-small-Q8_0.gguf"))
+    assert found.draft and found.draft.files[0].path == "mtp-small-Q8_0.gguf"
+    alone = choose("o/r", listing("m-DSpark-Q4_K_M.gguf", "m-DSpark-F16.gguf", "m-DSpark-Q8_0.gguf"))
+    assert alone.target.files[0].path == "m-DSpark-Q8_0.gguf"
+
+
+def test_every_file_of_the_catalogue_travels_in_the_wheel():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    files = [f"models/{path.name}" for path in sorted((ROOT / "models").glob("*.toml"))]
+    assert files and [path for path in files if included.get(path) != f"edgespec/data/{path}"] == []
+
+
+def test_a_damaged_catalogue_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "x.toml"
+    monkeypatch.setattr(catalogue, "shipped_models", lambda: tmp_path)
+    for text in (
+        "format = 2",
+        "format = 1\nfamily = 'x'",
+        "format =",
+        "format = 1\nfamily='x'\nlicence='y'\n[models.a]",
+    ):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ModelFileError, match=r"x\.toml is damaged: .*install edgespec again"):
+            entries.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "repo", "wanted"),
+    [
+        ("qwen3-8b", "qwen3-8b", "Qwen/Qwen3-8B-GGUF", ""),
+        ("Qwen3-8B:Q8_0", "qwen3-8b-q8_0", "Qwen/Qwen3-8B-GGUF", "Q8_0"),
+        ("Org/Some-Model-GGUF:Q4_K_M", "Some-Model-q4_k_m", "Org/Some-Model-GGUF", "Q4_K_M"),
+        ("https://huggingface.co/Org/Some-Model-GGUF/tree/main", "Some-Model", "Org/Some-Model-GGUF", ""),
+        ("hf.co/Org/Some-Model-GGUF:Q8_0", "Some-Model-q8_0", "Org/Some-Model-GGUF", "Q8_0"),
+        ("https://hf.co/Org/M/resolve/v2/sub/m-Q8_0.gguf", "M-m-q8_0", "Org/M", "sub/m-Q8_0.gguf"),
+    ],
+)
+def test_names_repositories_and_addresses(text: str, name: str, repo: str, wanted: str):
+    found = parse(text)
+    assert (found.name, found.repo, found.wanted) == (name, repo, wanted)
+    assert found.revision == ("v2" if "/v2/" in text else "")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("qwen3-8", "did you mean qwen3-8b"),
+        ("x/y/z", "is not a known model"),
+        ("https://example.org/a/b.gguf", "fetch a file yourself, then edgespec add FILE"),
+        ("https://huggingface.co/models", "is no repository of the hub"),
+        ("", "is not a known model"),
+    ],
+)
+def test_what_cannot_be_got_is_refused(text: str, said: str):
+    with pytest.raises(ModelNotFound, match=said):
+        parse(text)
+
+
+# which files of a repository
+
+
+def listing(*names: str, size: int = 1000) -> dict[str, HubFile]:
+    return {name: HubFile(name, size // 10 if "small" in name else size) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted", "target", "draft"),
+    [
+        (["m-Q8_0.gguf", "m-Q4_K_M.gguf", "m-F16.gguf"], "", ["m-Q4_K_M.gguf"], ""),
+        (["qwen2.5-0.5b-instruct-q4_k_m.gguf"], "Q4_K_M", ["qwen2.5-0.5b-instruct-q4_k_m.gguf"], ""),
+        (["m-UD-Q4_K_XL.gguf", "m-IQ4_XS.gguf"], "", ["m-UD-Q4_K_XL.gguf"], ""),
+        (["m.gguf", "mmproj-m-F16.gguf", "m.imatrix.gguf"], "", ["m.gguf"], ""),
+        (["Q8_0/m-00002-of-00002.gguf", "Q8_0/m-00001-of-00002.gguf"], "q8_0", ["Q8_0/m-00001-of-00002.gguf"], ""),
+        (["m-Q4_0.gguf", "m-draft-Q4_0.gguf", "m-draft-Q8_0.gguf"], "", ["m-Q4_0.gguf"], "m-draft-Q4_0.gguf"),
+        (["m-Q8_0.gguf", "dspark-m-BF16.gguf"], "", ["m-Q8_0.gguf"], "dspark-m-BF16.gguf"),
+        (["g-Q4_K_M.gguf", "mmproj-F16.gguf", "mtp-g.gguf"], "", ["g-Q4_K_M.gguf"], "mtp-g.gguf"),
+        (["a-Q8_0.gguf", "b-Q8_0.gguf"], "b-Q8_0.gguf", ["b-Q8_0.gguf"], ""),
+        (["onnx/model.onnx", "onnx/model_q4.onnx", "tokenizer.json"], "", ["onnx/model.onnx"], ""),
+        (["onnx/model.onnx", "onnx/model_q4.onnx", "tokenizer.json"], "model_q4", ["onnx/model_q4.onnx"], ""),
+    ],
+)
+def test_the_files_of_a_repository(names: list[str], wanted: str, target: list[str], draft: str):
+    found = choose("o/r", listing(*names), wanted)
+    assert [file.path for file in found.target.files][: len(target)] == target
+    assert ("" if found.draft is None else found.draft.files[0].path) == draft
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted", "said"),
+    [
+        (["m-Q8_0.gguf", "m-Q4_0.gguf"], "Q2_K", "o/r has no Q2_K: it has Q4_0, Q8_0"),
+        (["a-big-Q8_0.gguf", "a-small-Q8_0.gguf"], "", "o/r holds several models: name a file, as in o/r:FILE"),
+        (["model.safetensors", "config.json"], "", "must be converted first: edgespec export o/r"),
+        (["README.md"], "", "no complete GGUF or ONNX model, only README.md"),
+        (["model.onnx"], "", "no complete GGUF or ONNX model"),
+    ],
+)
+def test_a_repository_that_is_no_use_says_why(names: list[str], wanted: str, said: str):
+    with pytest.raises((ModelNotFound, ModelFileError), match=said):
+        choose("o/r", listing(*names), wanted)
+
+
+# -- models of Ollama, LM Studio and the hub's cache run by the names they have there
+
+
+DEMO = shipped_models() / "demo"
+WEIGHTS = "application/vnd.ollama.image.model"
+
+
+@pytest.fixture
+def users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    for name in ("OLLAMA_MODELS", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "own"))
+    return tmp_path
+
+
+def ollama(root: Path, name: str, digest: str = "a" * 64, **changed: object) -> Path:
+    """A model as `ollama pull` keeps it; its manifest."""
+    blob = root / "blobs" / f"sha256-{digest}"
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(DEMO / "demo-draft-q8_0.gguf", blob)
+    layers = [{"mediaType": WEIGHTS, "digest": f"sha256:{digest}"}, {"mediaType": "other", "digest": "sha256:0"}]
+    path = root / "manifests" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"schemaVersion": 2, "layers": layers} | changed))
+    return path
+
+
+def hub(root: Path, repo: str, *files: str, commit: str = "c1", is_main: bool = True) -> Path:
+    """A repository as huggingface_hub keeps it; its snapshot."""
+    folder = root / f"models--{repo.replace('/', '--')}"
+    snapshot = folder / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    for file in files:
+        (snapshot / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(DEMO / "demo-draft-q8_0.gguf", snapshot / file)
+    if is_main:
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs" / "main").write_text(commit)
+    return snapshot
+
+
+def test_a_model_of_ollamas_answers_by_its_name_there(users_home: Path) -> None:
+    ollama(users_home / ".ollama" / "models", "registry.ollama.ai/library/tiny/135m")
+    with edgespec.load("tiny:135m", threads=TEST_THREADS, reproducible=False) as model:
+        assert model.pair.name == "tiny-135m"
+        assert model.generate("Hello", options=edgespec.GenerateOptions(max_tokens=2)).stats.new_tokens == 2
+    with pytest.raises(ModelNotFound, match="no model 'tiny'"):
+        resolve("tiny")  # which is tiny:latest
+
+
+def test_names_of_ollamas(users_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = users_home / "elsewhere"
+    monkeypatch.setenv("OLLAMA_MODELS", str(root))
+    ollama(root, "registry.ollama.ai/library/llama/latest")
+    ollama(root, "registry.ollama.ai/someone/llama/8b", "b" * 64)
+    ollama(root, "hf.co/org/Repo-GGUF/Q4_K_M")
+    assert sorted(each.name for each in found_elsewhere()) == [
+        *("hf.co/org/Repo-GGUF:Q4_K_M", "llama:latest", "someone/llama:8b")
+    ]
+    assert path_elsewhere("llama") == path_elsewhere("llama:latest") != path_elsewhere("someone/llama:8b")
+    assert resolve("hf.co/org/Repo-GGUF:Q4_K_M").target.is_file()
+
+
+def test_what_is_damaged_or_no_gguf_is_left_out(users_home: Path) -> None:
+    root = users_home / ".ollama" / "models"
+    for index, layers in enumerate(([{}], "no", [{"mediaType": WEIGHTS, "digest": "sha256:../../x"}], [])):
+        ollama(root, f"registry.ollama.ai/library/m/{index}", layers=layers)
+    ollama(root, "registry.ollama.ai/library/m/text").write_text("{")
+    ollama(root, "registry.ollama.ai/library/m/other", "b" * 64)
+    (root / "blobs" / f"sha256-{'b' * 64}").write_bytes(b"no model")
+    ollama(root, "registry.ollama.ai/library/m/gone", "d" * 64)
+    (root / "blobs" / f"sha256-{'d' * 64}").unlink()
+    ollama(root, "registry.ollama.ai/library/m/deep").write_text("[" * 200_000)
+    ollama(root, "stray")
+    ollama(root, "host/stray")
+    assert list(found_elsewhere()) == []
+
+
+def test_a_repository_in_the_hubs_cache_is_chosen_from_as_a_pull_does(users_home: Path) -> None:
+    cache = users_home / ".cache" / "huggingface" / "hub"
+    hub(cache, "org/Tiny-GGUF", "Tiny-Q8_0.gguf", "sub/Tiny-Q4_K_M.gguf", "mmproj-Tiny.gguf")
+    hub(cache, "org/Tiny-GGUF", "Tiny-Q2_K.gguf", commit="older", is_main=False)
+    assert {each.name for each in found_elsewhere()} == {"org/Tiny-GGUF:Q8_0", "org/Tiny-GGUF:Q4_K_M"}
+    assert resolve("org/Tiny-GGUF").target.name == "Tiny-Q4_K_M.gguf"
+    assert resolve("hf.co/org/tiny-gguf:q8_0", draft=Path("org/Tiny-GGUF:Q4_K_M")).draft is not None
+    with pytest.raises(ModelNotFound, match="edgespec pull org/Tiny-GGUF:Q6_K"):
+        resolve("org/Tiny-GGUF:Q6_K")
+
+
+def test_a_file_that_is_there_and_a_pulled_model_come_first(users_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub(users_home / ".cache" / "huggingface" / "hub", "org/name", "Other-Q8_0.gguf")
+    monkeypatch.chdir(users_home)
+    (users_home / "org" / "name").mkdir(parents=True)
+    shutil.copyfile(DEMO / "demo-target-q8_0.gguf", users_home / "org" / "name" / "own.gguf")
+    assert resolve("org/name").target.name == "own.gguf"
+
+
+def test_ls_shows_where_each_is(users_home: Path) -> None:
+    ollama(users_home / ".ollama" / "models", "registry.ollama.ai/library/tiny/135m")
+    studio = users_home / ".lmstudio" / "models" / "org" / "Tiny-GGUF"
+    studio.mkdir(parents=True)
+    shutil.copyfile(DEMO / "demo-draft-q8_0.gguf", studio / "Tiny-Q8_0.gguf")
+    rows = {each["name"]: each for each in json.loads(CliRunner().invoke(cli, ["ls", "--json"]).stdout)}
+    assert rows["tiny:135m"]["state"] == "in Ollama" and rows["org/Tiny-GGUF:Q8_0"]["state"] == "in LM Studio"
+    assert rows["tiny:135m"]["bytes"] == (DEMO / "demo-draft-q8_0.gguf").stat().st_size

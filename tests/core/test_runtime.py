@@ -12,14 +12,7 @@ import pytest
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.errors import (
-    CapabilityError,
-    ConfigError,
-    ModelNotFound,
-    PromptError,
-    SamplingError,
-    VocabularyMismatch,
-)
+from edgespec.errors import CapabilityError, ConfigError, ModelNotFound, PromptError, SamplingError, VocabularyMismatch
 from tiny_gguf import Shape, write_model
 
 QUESTION = [{"role": "user", "content": "Find me a restaurant in San Jose."}]
@@ -205,15 +198,6 @@ def test_a_draft_with_another_vocabulary_names_the_first_token(tmp_path: Path) -
     other = write_model(tmp_path / "other.gguf", Shape())
     with pytest.raises(VocabularyMismatch, match="token 0 is"):
         edgespec.load("demo", draft=other)
-
-
-def test_a_draft_that_is_not_there_is_missed_by_name(tiny_path: Path) -> None:
-    with pytest.raises(CapabilityError, match="draft="):
-        edgespec.load(str(tiny_path), drafter="model")
-    with edgespec.load(str(tiny_path)) as alone:
-        assert alone.drafter_name == "auto"
-        with pytest.raises(CapabilityError, match="draft="):
-            alone.stream("a", options=GenerateOptions(drafter="model"))
 
 
 @pytest.mark.quiet

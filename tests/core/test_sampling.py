@@ -1,18 +1,34 @@
-"""Distributions, picks and noise."""
+"""Distributions, picks and noise, of which no draw is used twice."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from edgespec.config.options import Sampling
+from edgespec.control.base import FixedLength
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.hierarchical import HierarchicalDrafter
+from edgespec.drafters.lookahead import LookaheadDrafter
+from edgespec.drafters.model import ModelDrafter
+from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import SamplingError
+from edgespec.generation.decode import speculative
+from edgespec.generation.run_state import Run
+from edgespec.reports import Stats
+from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.noise import Noise, Stream
 from edgespec.sampling.sampler import Sampler, top_ids
-from edgespec.types import Distribution
-from laws import ALPHA_1E6, chi_square_score
+from edgespec.sampling.stopping import StopRules
+from edgespec.types import TokenIds
+from lossless import ALPHA_1E6, PLAIN, VOCABULARY, chi_square_score
+from table_engine import TableEngine
+from tiny_heads import drafter_of as heads_drafter
+from tiny_heads import table_heads
 
 NO_HISTORY = np.empty(0, np.int32)
 
@@ -169,18 +185,66 @@ def test_noise_has_the_right_law() -> None:
     assert chi_square_score(counts, np.full(50, len(uniforms) / 50), counts.size - 1) < ALPHA_1E6
 
 
-def test_pick_follows_the_distribution() -> None:
-    distribution = Distribution(np.array([7, 1, 30, 2], np.int32), np.array([0.5, 0.3, 0.15, 0.05]))
-    sampler = Sampler(Sampling(seed=5), 40)
-    picks = [sampler.pick(distribution, position) for position in range(100_000)]
-    counts = np.array([picks.count(token_id) for token_id in distribution.token_ids.tolist()])
-    assert counts.sum() == 100_000
-    assert chi_square_score(counts, distribution.probs * 100_000, counts.size - 1) < ALPHA_1E6
-
-
 @pytest.mark.usefixtures("fresh_seeds")
 def test_a_seed_of_minus_one_is_none():
     assert Sampling(top_k=-1) == Sampling(top_k=0)
     drawn = {Sampling(seed=-1).seeded().seed for _ in range(3)}
     assert Sampling(seed=-1) == Sampling(seed=None) == Sampling() and len(drawn) == 3
     assert Sampling(seed=-2).seeded().seed == -2
+
+
+# -- no random draw is used twice: noise that decided one round must not appear in a later one
+
+
+class CountedNoise(Noise):
+    """Notes the rounds in which each draw is looked at; `stats` count them."""
+
+    stats = Stats()
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.seen: defaultdict[tuple[Stream, int, int], set[int]] = defaultdict(set)
+
+    def uniform(self, stream: Stream, position: int, index: int = 0) -> float:
+        self.seen[stream, position, index].add(self.stats.rounds)
+        return super().uniform(stream, position, index)
+
+    def exponential(self, stream: Stream, position: int, token_ids: TokenIds, index: int = 0) -> NDArray[np.float64]:
+        self.seen[stream, position, index].add(self.stats.rounds)
+        return super().exponential(stream, position, token_ids, index)
+
+
+def drafter_of(name: str, target: TableEngine) -> Drafter:
+    if name in ("medusa", "eagle"):
+        known = TableEngine.random(VOCABULARY, order=1, seed=1)
+        return heads_drafter(table_heads(name, known), VOCABULARY)
+    model = ModelDrafter(target.related(sigma=1.0))
+    medium = HierarchicalDrafter(ModelDrafter(target.related(sigma=1.0)), target.related(sigma=0.5))
+    return {"model": model, "lookahead": LookaheadDrafter(), "hierarchical": medium}[name]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("name", ["model", "medusa", "eagle", "lookahead", "hierarchical"])
+def test_no_random_draw_is_used_twice(name: str, rule: str) -> None:
+    target = TableEngine.random(VOCABULARY, seed=1, context_length=400)
+    sampler = Sampler(PLAIN, VOCABULARY)
+    sampler.noise = noise = CountedNoise(3)
+    cached = CachedSequence(target)
+    cached.keep_features(name in ("medusa", "eagle"))
+    run = Run(cached, np.array([0, 1], np.int32), sampler, StopRules(frozenset(), (), 300), False)
+    noise.stats = run.stats
+    list(speculative(run, FixedLength(drafter_of(name, target), 8), RULES[rule]))
+    own = {draw: rounds for draw, rounds in noise.seen.items() if draw[0] is not Stream.TARGET}
+    assert {draw[0] for draw in own} >= {Stream.ACCEPT, Stream.RESIDUAL}
+    assert max(map(len, own.values())) == 1
+
+
+def test_draws_of_one_position_are_different_numbers() -> None:
+    noise, ids = Noise(5), np.arange(4, dtype=np.int32)
+    drawn = [noise.uniform(Stream.ACCEPT, 7, index) for index in range(1000)]
+    assert len(set(drawn)) == 1000
+    assert np.mean(drawn) == pytest.approx(0.5, abs=0.04)
+    rows = np.array([noise.exponential(Stream.DRAFT, 7, ids, index) for index in range(4000)])
+    assert np.abs(np.corrcoef(rows.T) - np.eye(4)).max() < 0.08
+    assert abs(np.corrcoef(rows[:-1, 0], rows[1:, 0])[0, 1]) < 0.08
+    assert noise.uniform(Stream.ACCEPT, 7) == noise.uniform(Stream.ACCEPT, 7, 0)

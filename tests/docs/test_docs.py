@@ -155,11 +155,6 @@ def test_config_files_are_accepted(tmp_path: Path) -> None:
     assert resolve({}, {}, path).values == {"draft_length": 6, "learn": True}
 
 
-def test_no_page_holds_two_versions() -> None:
-    marks = re.compile(r"^(<{7}|={7}|>{7})( |$)", re.MULTILINE)
-    assert not [name for name, text in TEXTS.items() if marks.search(text)]
-
-
 def test_every_setting_is_documented() -> None:
     table = TEXTS["docs/cli.md"].partition("## Options of")[2].partition("## Where")[0]
     tables = dict.fromkeys(("load", "sampling", "generate", "session"), table) | {"serve": TEXTS["docs/server.md"]}

@@ -14,6 +14,7 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.config.options import LoadOptions
+from edgespec.config.values import EngineName
 from edgespec.control.base import FixedLength
 from edgespec.drafters.heads import DFlashDrafter
 from edgespec.engines.head import BYTES_PER_FEATURE, WINDOW
@@ -23,16 +24,15 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.heads import read_head
 from edgespec.generation.decode import speculative
-from edgespec.generation.run_state import Run
 from edgespec.loading.drafts import find_aim, rank
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.plan import planned
 from edgespec.sampling.acceptance import RULES
-from edgespec.sampling.sampler import Sampler
-from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch
-from lossless import assert_same_text, assert_several_draft_apart, assert_window_changes_no_text
-from tiny_dflash import MASK_ID, NUM_TOKENS, TARGET, WIDTH, HeadShape, write_dflash
+from gguf_heads import assert_plan_is_what_it_takes
+from lossless import assert_same_text, assert_several_draft_apart, assert_window_changes_no_text, run_of
+from needs import NEEDS_KERNELS
+from tiny_dflash import LAYERS, MASK_ID, NUM_TOKENS, TARGET, WIDTH, HeadShape, write_dflash
 from tiny_gguf import matrices, write_model
 
 DSPARK = HeadShape(markov=8, has_confidence=True)
@@ -59,8 +59,10 @@ def head_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def pair(target_path: Path, head_path: Path) -> Iterator[edgespec.Model]:
-    with edgespec.load(str(target_path), draft=head_path, reproducible=True, threads=TEST_THREADS) as model:
+def pair(engine_name: EngineName, target_path: Path, head_path: Path) -> Iterator[edgespec.Model]:
+    given = {"draft": head_path, "engine": engine_name, "reproducible": True, "threads": TEST_THREADS}
+    with edgespec.load(str(target_path), **given) as model:
+        assert model.target.facts.name == engine_name
         yield model
 
 
@@ -72,13 +74,17 @@ def test_text_does_not_depend_on_the_head(pair: edgespec.Model) -> None:
     assert stats["dflash", 5].drafted_tokens > 6 * 48
 
 
-def test_texts_that_are_decoded_together_draft_from_their_own_tokens(target_path: Path, head_path: Path) -> None:
+def test_texts_that_are_decoded_together_draft_from_their_own_tokens(
+    engine_name: EngineName, target_path: Path, head_path: Path
+) -> None:
     texts = ("The quick brown", "def add(a, b):", "Tom has 3 apples. " * 6, "Book a table")
-    assert_several_draft_apart(str(target_path), texts, "dflash", draft=head_path)
+    assert_several_draft_apart(str(target_path), texts, "dflash", draft=head_path, engine=engine_name)
 
 
-def test_a_text_longer_than_the_heads_window_stays_the_same(target_path: Path, head_path: Path) -> None:
-    assert_window_changes_no_text(str(target_path), "dflash", draft=head_path)
+def test_a_text_longer_than_the_heads_window_stays_the_same(
+    engine_name: EngineName, target_path: Path, head_path: Path
+) -> None:
+    assert_window_changes_no_text(str(target_path), "dflash", draft=head_path, engine=engine_name)
 
 
 def test_auto_takes_the_head_as_the_pairs_draft(pair: edgespec.Model) -> None:
@@ -117,10 +123,12 @@ def repeating(folder: Path, from_anchor: bool | None) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("from_anchor", [None, False, True], ids=["DFlash", "DSpark behind the anchor", "DSpark"])
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
-def test_a_head_that_knows_the_target_is_accepted(tmp_path: Path, from_anchor: bool | None, temperature: float) -> None:
+def test_a_head_that_knows_the_target_is_accepted(
+    engine_name: EngineName, tmp_path: Path, from_anchor: bool | None, temperature: float
+) -> None:
     target, head = repeating(tmp_path, from_anchor)
     most = 6 if from_anchor else 5
-    with edgespec.load(str(target), draft=head, threads=TEST_THREADS) as model:
+    with edgespec.load(str(target), draft=head, threads=TEST_THREADS, engine=engine_name) as model:
         options = GenerateOptions(max_tokens=2 * (most + 1) + 1, draft_length=9, drafter="dflash", ignore_eos=True)
         found = model.generate("abcd", Sampling(temperature=temperature, seed=1), options)
     assert found.text == (2 * most + 3) * "d"
@@ -134,8 +142,8 @@ def test_after_many_rejected_drafts_the_head_knows_the_text_and_nothing_else(
     with LlamaCppEngine.load(target_path, **load) as target, target.load_head(head_path) as head:
         drafter, cached = DFlashDrafter(head, WINDOW), CachedSequence(target)
         cached.keep_features(True)
-        prompt, stop = np.arange(40, 60, dtype=np.int32), StopRules(frozenset(), (), 60)
-        run = Run(cached, prompt, Sampler(Sampling(temperature=0.8, seed=5), NUM_TOKENS), stop, logprobs=False)
+        prompt = range(40, 60)
+        run = run_of(cached, Sampling(temperature=0.8, seed=5), 60, prompt, logprobs=False)
         events = list(speculative(run, FixedLength(drafter, 5), RULES["coupled"]))
         assert run.stats.drafted_tokens - run.stats.accepted_tokens > 100
         text = np.array([*prompt, *(event.token_id for event in events)], np.int32)[: head.end]
@@ -153,6 +161,17 @@ def test_after_many_rejected_drafts_the_head_knows_the_text_and_nothing_else(
         np.testing.assert_allclose(found[known], wanted[known], atol=0.02 * np.abs(wanted[known]).max())
 
 
+@NEEDS_KERNELS
+@pytest.mark.parametrize("shape", [DSPARK, HeadShape(candidates=5)], ids=["DSpark", "DFlash2"])
+def test_a_hybrid_drafts_with_a_head_for_it(qwen35_path: Path, tmp_path: Path, shape: HeadShape) -> None:
+    """Whose rotary sections are a text's alone, as those of Qwen3.5's heads."""
+    head = write_dflash(tmp_path / "head.gguf", shape, metadata={"dflash.rope.dimension_sections": [8, 0, 0, 0]})
+    assert_plan_is_what_it_takes(qwen35_path, LAYERS, head)
+    with edgespec.load(qwen35_path, draft=head, threads=TEST_THREADS) as model:
+        stats = assert_same_text(model, [("dflash", 5), ("auto", "auto")])
+    assert stats["dflash", 5].drafted_tokens > 6 * 48
+
+
 # -- the pair
 
 
@@ -164,7 +183,7 @@ def test_what_is_given_as_draft_must_be_what_the_drafter_needs(
         edgespec.load(str(target_path), draft=head, drafter="model", threads=TEST_THREADS)
     with pytest.raises(CapabilityError, match=r"drafter 'dflash' needs a DFlash head .*, a draft model, and runs on"):
         edgespec.load(str(target_path), draft=tiny_path, drafter="dflash", threads=TEST_THREADS)
-    with pytest.raises(CapabilityError, match="drafter 'dflash' needs a DFlash head for a target on llamacpp"):
+    with pytest.raises(CapabilityError, match="drafter 'dflash' needs a DFlash head for a target in GGUF"):
         edgespec.load(str(onnx_path), draft=head, threads=TEST_THREADS)
 
 
@@ -176,8 +195,8 @@ def test_a_head_that_does_not_fit_is_named_at_load(target_path: Path, tmp_path: 
     blind = write_dflash(tmp_path / "blind.gguf", metadata={"tokenizer.ggml.mask_token_id": None})
     with pytest.raises(ModelFileError, match=r"blind\.gguf is not a usable DFlash head: .*mask_token_id"):
         edgespec.load(str(target_path), draft=blind, threads=TEST_THREADS)
-    newer = write_dflash(tmp_path / "newer.gguf", metadata={"dflash.selector_rank": 8})
-    with pytest.raises(CapabilityError, match=r"newer\.gguf is a DFlash2 head"):
+    newer = write_dflash(tmp_path / "newer.gguf", HeadShape(candidates=5), metadata={"dflash.conv_group_size": None})
+    with pytest.raises(ModelFileError, match=r"newer\.gguf is not a usable DFlash head: its conv_group_size is None"):
         edgespec.load(str(target_path), draft=newer, threads=TEST_THREADS)
 
 
@@ -194,7 +213,7 @@ def test_a_head_counts_where_it_fits(tmp_path: Path) -> None:
 
 def test_the_plan_counts_weights_cache_and_results(target_path: Path, head_path: Path) -> None:
     def plan(**changed: int) -> tuple[int, int, int]:
-        options = LoadOptions(model=str(target_path), draft=head_path, **changed)
+        options = LoadOptions(model=str(target_path), draft=head_path, engine="llamacpp", **changed)
         need = next(each for each in planned(options, resolve_pair(options)).models if each.role == "draft").footprint
         return need.mapped, need.cache, need.compute
 
@@ -206,3 +225,8 @@ def test_the_plan_counts_weights_cache_and_results(target_path: Path, head_path:
     results = compute - features - 4 * sizes.block_size * NUM_TOKENS
     assert 4 * 64 * NUM_TOKENS < results < 8 * 64 * (NUM_TOKENS + 3 * 96 + 7 * 64)
     assert plan(draft_context_length=100, parallel=3) == (mapped, 3 * cache, 3 * compute)
+
+
+@NEEDS_KERNELS
+def test_the_plan_on_the_kernels_is_what_the_head_takes(target_path: Path, head_path: Path) -> None:
+    assert_plan_is_what_it_takes(target_path, LAYERS, head_path)

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in llama.cpp: their maths against the definition, what they read of a target, and texts as without."""
+"""EAGLE-3 heads in GGUF: their maths against the definition, what they read of a target, and texts as without."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import pytest
 
 import edgespec
 from demo import DEMO, TEST_THREADS
+from eagle_definition import layer
+from edgespec.config.values import EngineName
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.trial import Trial
 from edgespec.errors import (
@@ -27,10 +29,11 @@ from edgespec.errors import (
 from edgespec.formats.gguf.heads import head_kind_of, read_head
 from edgespec.formats.head_file import HeadManifest
 from edgespec.types import Batch, Draft
+from gguf_heads import assert_plan_is_what_it_takes, features_of, head_of, opened
 from lossless import assert_same_text, assert_several_draft_apart, assert_window_changes_no_text
-from tiny_gguf import write_model
+from needs import NEEDS_KERNELS
+from tiny_gguf import Shape, write_model
 from tiny_head import HEADS, KV_HEADS, LAYERS, TARGET, WIDTH, head_tensors, write_head
-from trainlib.eagle_definition import layer
 
 NAMES = {  # of a heads file, by those of a GGUF's layer
     **{f"{kind}_proj": f"attn_{kind}" for kind in "qkv"},
@@ -73,17 +76,6 @@ def same_bits(found: np.ndarray, wanted: np.ndarray) -> None:
     assert np.array_equal(np.ascontiguousarray(found).view(np.uint32), np.ascontiguousarray(wanted).view(np.uint32))
 
 
-def features_of(target: LlamaCppEngine, layers: tuple[int, ...]) -> np.ndarray:
-    """Layer inputs of TOKENS, behind an empty cache that is left empty."""
-    target.read_layers_alone(layers)
-    target.give_hidden_states(True)
-    target.forward(Batch.chain(TOKENS, last_only=True))
-    found = target.hidden_states()
-    target.rollback(0)
-    target.give_hidden_states(False)
-    return found
-
-
 # -- what goes into a target's layers
 
 
@@ -110,12 +102,6 @@ def test_layer_inputs_change_no_bit_of_the_logits(demo_target: LlamaCppEngine) -
         demo_target.rollback(0)
 
 
-@pytest.mark.parametrize("layers", [(9,), (0, -1), (400,)])
-def test_a_layer_that_is_not_there_is_refused(demo_target: LlamaCppEngine, layers: tuple[int, ...]) -> None:
-    with pytest.raises(CapabilityError, match=r"this model has 0\.\.8"):
-        demo_target.read_layers_alone(layers)
-
-
 # -- the head itself
 
 
@@ -135,20 +121,27 @@ def definition(states: np.ndarray, start: int = 0) -> tuple[np.ndarray, np.ndarr
         rope_theta=10000.0,
         norm_eps=1e-5,
         layers=(0, 1, 3),
-        generation=3,
     )
     embedded = own["token_embd"][TOKENS[start + 1 : start + 1 + len(states)]]
-    after, last = layer(manifest, arrays, states, embedded, np.tri(len(states), dtype=np.bool_))
+    after, last = layer(manifest, arrays, states, embedded, np.tri(len(states), dtype=np.bool_), is_third=True)
     return after, last @ own["output"].T
 
 
-def test_a_head_computes_its_definition(tiny_target: LlamaCppEngine, head_path: Path) -> None:
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
+def test_a_head_computes_its_definition(
+    engine_name: EngineName, small_path: Path, tmp_path: Path, order: tuple[int, ...]
+) -> None:
     """Many pairs at once, one by one, behind a rollback, behind a dropped beginning, behind a restart."""
-    features = features_of(tiny_target, tuple(LAYERS))
-    with tiny_target.load_head(head_path) as head:
-        assert head.facts.layers == tuple(LAYERS)
+    layers = [LAYERS[place] for place in order]
+    path = write_head(tmp_path / "head.gguf", metadata={"eagle3.target_layers": layers})
+    with opened(engine_name, small_path, layers) as target, head_of(target, path) as head:
+        features = features_of(target, tuple(layers), TOKENS)
+        assert head.facts.layers == tuple(layers) and features.shape[1] == head.facts.feature_width
         states = head.encode(features).copy()
-        encoded = features @ head_tensors(TARGET, NUM_TOKENS)["fc.weight"].T
+        given = features
+        if engine_name == "onnx":  # in the target's order, with its last state
+            given = features.reshape(TOKENS.size, 4, -1)[:, np.argsort(np.argsort(layers))].reshape(TOKENS.size, -1)
+        encoded = given @ head_tensors(TARGET, NUM_TOKENS)["fc.weight"].T
         np.testing.assert_allclose(states, encoded, atol=1e-3 * np.abs(encoded).max())
 
         def same(first: int, end: int, start: int = 0) -> None:
@@ -165,14 +158,59 @@ def test_a_head_computes_its_definition(tiny_target: LlamaCppEngine, head_path: 
         same(29, 30)
         head.restart(35)
         same(35, 58, 35)
-        head.drop_before(45)
-        assert (head.start, head.end) == (45, 58)
+        last = head.end if head.facts.keeps_oldest else 45
+        head.drop_before(last)
+        assert (head.start, head.end) == (last, 58)
 
 
-def test_wrong_calls_of_a_head_are_refused(tiny_target: LlamaCppEngine, head_path: Path) -> None:
+@NEEDS_KERNELS
+@pytest.mark.parametrize("shape", [TARGET, SMALL], ids=["F32", "Q8_0"])
+@pytest.mark.parametrize("drafted", [None, 120])
+def test_both_engines_compute_the_same(tmp_path: Path, shape: Shape, drafted: int | None) -> None:
+    """With tables of its own, or its target's; of a part of the vocabulary."""
+    width = TARGET.width  # of a head that shares tables
+    sized = write_model(tmp_path / "target.gguf", shape)
+    tensors = head_tensors(TARGET, NUM_TOKENS, width)
+    tensors["token_embd.weight"] = None
+    if drafted is None:
+        tensors["output.weight"] = None
+    else:
+        tensors["output.weight"] = tensors["output.weight"][:drafted]
+        tensors["d2t"] = np.arange(1, 2 * drafted, 2, dtype=np.int64)
+    path, found = write_head(tmp_path / "head.gguf", tensors=tensors, width=width), []
+    for name in ("llamacpp", "onnx"):
+        with opened(name, sized, LAYERS) as target, head_of(target, path) as head:
+            states = head.encode(features_of(target, tuple(LAYERS), TOKENS))[:20]
+            found.append([each.copy() for each in head.decode(TOKENS[1:21], states)])
+            head.follow(np.zeros(300, np.int32) + NUM_TOKENS - 1)
+            assert head.decode(TOKENS[21:22], states[:1])[0].shape == (NUM_TOKENS,)
+    (logits, state), (ours, after) = found
+    known = np.isfinite(logits)
+    assert known.sum() == (drafted or NUM_TOKENS) and np.array_equal(known, np.isfinite(ours))
+    allowed = 0.005 if shape is TARGET else 0.04  # of the deviation: both have inputs of 8 bits there
+    for one, other in ((ours[known], logits[known]), (after, state)):
+        assert np.sqrt(np.square(one - other).mean()) < allowed * other.std()
+
+
+@NEEDS_KERNELS
+def test_a_tree_of_guesses_has_the_bits_of_its_paths(small_path: Path, head_path: Path) -> None:
+    with opened("onnx", small_path, LAYERS) as target, head_of(target, head_path) as head:
+        states = head.encode(features_of(target, tuple(LAYERS), TOKENS)).copy()
+        head.decode(TOKENS[1:6], states[:5])
+        parents = [-1, 0, 0, -1, 2, 1, 3]
+        logits, after = (each.copy() for each in head.branch(TOKENS[6:13], states[5:12], parents, [0, 2, 4, 5, 6]))
+        for row, path in enumerate(([0], [0, 2], [0, 2, 4], [0, 1, 5], [3, 6])):
+            found, state = head.decode(TOKENS[6 + np.array(path)], states[5 + np.array(path)])
+            same_bits(found, logits[row])
+            same_bits(state, after[row])
+            head.rollback(5)
+
+
+def test_wrong_calls_of_a_head_are_refused(engine_name: EngineName, small_path: Path, head_path: Path) -> None:
+    target = opened(engine_name, small_path, LAYERS)
     one = np.ones((1, WIDTH), np.float32)
-    head = tiny_target.load_head(head_path, context_length=8)
-    with pytest.raises(BatchError, match=r"\[n, 192\]"):
+    head = head_of(target, head_path, 8)
+    with pytest.raises(BatchError, match=rf"\[n, {head.facts.feature_width}\]"):
         head.encode(one)
     for ids, states in (
         (np.array([NUM_TOKENS]), one),
@@ -191,12 +229,15 @@ def test_wrong_calls_of_a_head_are_refused(tiny_target: LlamaCppEngine, head_pat
     head.close()
     head.close()
     with pytest.raises(EngineError, match="closed"):
-        head.encode(one)
+        head.encode(np.ones((1, head.facts.feature_width), np.float32))
+    target.close()
 
 
-def test_a_cancelled_head_goes_on_as_if_nothing_had_been(tiny_target: LlamaCppEngine, head_path: Path) -> None:
-    with tiny_target.load_head(head_path) as head:
-        states = head.encode(features_of(tiny_target, head.facts.layers))
+def test_a_cancelled_head_goes_on_as_if_nothing_had_been(
+    engine_name: EngineName, small_path: Path, head_path: Path
+) -> None:
+    with opened(engine_name, small_path, LAYERS) as target, head_of(target, head_path) as head:
+        states = head.encode(features_of(target, head.facts.layers, TOKENS)).copy()
         head.decode(TOKENS[1:11], states[:10])
         head.cancel()
         with pytest.raises(Cancelled):
@@ -208,26 +249,40 @@ def test_a_cancelled_head_goes_on_as_if_nothing_had_been(tiny_target: LlamaCppEn
         same_bits(head.decode(TOKENS[11:31], states[10:30])[0], after)
         head.cancel()
         head.clear_cancel()
-        head.encode(np.ones((1, 192), np.float32))
+        head.encode(np.ones((1, head.facts.feature_width), np.float32))
 
 
 # -- texts
 
 
-def test_text_does_not_depend_on_the_head(small_path: Path, head_path: Path) -> None:
-    with edgespec.load(small_path, draft=head_path, reproducible=True, threads=TEST_THREADS) as model:
+def test_text_does_not_depend_on_the_head(engine_name: EngineName, small_path: Path, head_path: Path) -> None:
+    given: dict[str, Any] = {"draft": head_path, "engine": engine_name, "reproducible": True, "threads": TEST_THREADS}
+    with edgespec.load(small_path, **given) as model:
+        assert model.target.facts.name == engine_name
         stats = assert_same_text(model, [*(("eagle3", n) for n in (1, 7, 12, "auto")), ("auto", "auto"), ("auto", 4)])
-    assert stats["eagle3", 7].drafted_tokens > 6 * 48
+    assert stats["eagle3", 7].drafted_tokens > 6 * 40
 
 
-def test_heads_of_several_texts_draft_from_their_own_states(small_path: Path, head_path: Path) -> None:
+def test_heads_of_several_texts_draft_from_their_own_states(
+    engine_name: EngineName, small_path: Path, head_path: Path
+) -> None:
     """A head that read another text's states would draft others."""
     texts = ("Find me a cheap Italian restaurant.", "def add(a, b):", "Tom has 3 apples. " * 6, "Book a table")
-    assert_several_draft_apart(str(small_path), texts, "eagle3", draft=head_path)
+    assert_several_draft_apart(str(small_path), texts, "eagle3", draft=head_path, engine=engine_name)
 
 
-def test_a_text_longer_than_the_heads_window_stays_the_same(small_path: Path, head_path: Path) -> None:
-    assert_window_changes_no_text(str(small_path), "eagle3", draft=head_path)
+def test_a_text_longer_than_the_heads_window_stays_the_same(
+    engine_name: EngineName, small_path: Path, head_path: Path
+) -> None:
+    assert_window_changes_no_text(str(small_path), "eagle3", draft=head_path, engine=engine_name)
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize("bare", [(), ("token_embd.weight", "output.weight")], ids=["own tables", "its target's"])
+def test_the_plan_is_what_the_head_takes(tmp_path: Path, small_path: Path, bare: tuple[str, ...]) -> None:
+    tensors = head_tensors(TARGET, NUM_TOKENS, TARGET.width) | dict.fromkeys(bare)
+    path = write_head(tmp_path / "head.gguf", tensors=tensors, width=TARGET.width)
+    assert_plan_is_what_it_takes(small_path, LAYERS, path)
 
 
 # -- what does not fit
@@ -296,7 +351,7 @@ def test_a_head_of_another_target_is_refused(
 def test_what_is_given_as_draft_must_be_what_the_drafter_needs(small_path: Path, head_path: Path) -> None:
     with pytest.raises(CapabilityError, match="use drafter='eagle3'"):
         edgespec.load(small_path, draft=head_path, drafter="model", threads=TEST_THREADS)
-    with pytest.raises(CapabilityError, match=r"runs on onnx: .*engine='llamacpp'"):
+    with pytest.raises(CapabilityError, match=r"for a target in GGUF, .* runs on onnx: .*engine='llamacpp'"):
         edgespec.load("demo", engine="onnx", draft=head_path, drafter="eagle3", threads=TEST_THREADS)
     with pytest.raises(CapabilityError, match="needs an EAGLE-3 head"):
         edgespec.load(DEMO / "demo-target-q8_0.gguf", drafter="eagle3", threads=TEST_THREADS)

@@ -1,4 +1,4 @@
-"""The layer of an EAGLE head on the kernels against numpy's: pairs in parts and at once, trees, both generations."""
+"""The layer of an EAGLE head on the kernels against numpy's: pairs in parts and at once, trees."""
 
 from __future__ import annotations
 
@@ -11,44 +11,36 @@ import pytest
 from numpy.typing import NDArray
 
 from demo import DEMO
+from eagle_definition import layer
 from edgespec.engines.head import States
 from edgespec.engines.onnx.file_heads import NEVER, EagleHead, load_eagle
 from edgespec.errors import BatchError, CapabilityError
 from edgespec.formats.head_file import HeadFile, HeadManifest, read_head_file
 from needs import NEEDS_KERNELS
 from table_engine import LetterVocabulary
-from trainlib.eagle_definition import layer, normed
-from trainlib.head_files import in_bytes
 
 pytestmark = NEEDS_KERNELS
 COUNT = 14
 
 
-def random_file(width: int, *, generation: int = 1, head_dim: int = 16, **more: Any) -> HeadFile:
-    layers = (1, 2) if generation == 3 else ()
+def random_file(width: int, *, head_dim: int = 16, **more: Any) -> HeadFile:
     manifest = HeadManifest(
         *("eagle", 3, width, 60, "random", "-"),
-        **{"heads": 2, "kv_heads": 1, "head_dim": head_dim, "ffn": 22, "scale": 0.5, "layers": layers, **more},
-        generation=generation,  # type: ignore[arg-type]
+        **{"heads": 2, "kv_heads": 1, "head_dim": head_dim, "ffn": 22, "scale": 0.5, **more},
     )
     rng = np.random.default_rng(0)
     arrays = {name: rng.normal(0, 0.2, shape).astype(np.float32) for name, shape in manifest.shapes().items()}
     arrays |= {name: 1 + arrays[name] for name in arrays if name.endswith("norm")}
-    if generation == 3:
-        arrays["frequencies"] = 1000.0 ** -np.linspace(0, 1, head_dim // 2, dtype=np.float32)
     ids = np.arange(50, dtype=np.int32)
     vocabulary = rng.normal(0, 0.2, (50, width)).astype(np.float32)
-    embedding = in_bytes(rng.normal(0, 1, (60, width)).astype(np.float32)) if generation == 3 else None
     probe = np.zeros((4, manifest.feature_size), np.float32)
-    return HeadFile(manifest, arrays, vocabulary, ids, ids[:4], probe, embedding=embedding)
+    return HeadFile(manifest, arrays, vocabulary, ids, ids[:4], probe)
 
 
 FILES = {
     "demo": lambda: read_head_file(DEMO / "heads" / "eagle.npz"),
     "odd widths": lambda: random_file(30),
     "of a projection": lambda: random_file(64, feature_size=96),
-    "eagle-3": lambda: random_file(30, generation=3, norms_features=True),
-    "eagle-3, normed residual": lambda: random_file(30, generation=3, norms_residual=True),
 }
 
 
@@ -103,19 +95,13 @@ def test_pairs_and_trees_are_those_of_the_definition(heads: HeadFile) -> None:
 
 
 def test_states_of_a_target_are_made_as_narrow_as_the_heads() -> None:
-    rng = np.random.default_rng(2)
-    for heads in (FILES["of a projection"](), FILES["eagle-3"]()):
-        sizes, arrays = heads.manifest, heads.arrays
-        features = rng.standard_normal((5, sizes.feature_size)).astype(np.float32)
-        if sizes.generation == 3:
-            read = normed(features[:, : sizes.fused_size], arrays["feature_norm"], sizes.norm_eps) @ arrays["fc"].T
-        else:
-            read = features @ arrays["project"].T
-        with closing(opened(heads)) as head:
-            found = head.encode(features)
-            assert found.shape == (5, sizes.hidden_size) and cosine(found, read) > 0.999
-            with pytest.raises(BatchError, match="features of the shape"):
-                head.encode(features[:, 1:])
+    heads = FILES["of a projection"]()
+    features = np.random.default_rng(2).standard_normal((5, heads.manifest.feature_size)).astype(np.float32)
+    with closing(opened(heads)) as head:
+        found = head.encode(features)
+        assert found.shape == (5, 64) and cosine(found, features @ heads.arrays["project"].T) > 0.999
+        with pytest.raises(BatchError, match="features of the shape"):
+            head.encode(features[:, 1:])
 
 
 def test_texts_share_the_layer_and_have_caches_of_their_own() -> None:

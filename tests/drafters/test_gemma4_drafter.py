@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,13 @@ from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.kernel_head import load_drafter
-from edgespec.errors import BatchError, CapabilityError, EdgespecError, EngineError, ModelFileError
+from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
 from edgespec.formats.gguf.heads import head_kind_of
-from edgespec.kernels.library import library_path
 from edgespec.loading.requirements import resolve_pair, runs_on_kernels
 from edgespec.types import Batch
 from lossless import assert_same_text, assert_several_draft_apart
-from tiny_gemma4 import DRAFTER, GEMMA, Twin, write_drafter, write_target
 from tiny_gguf import write_model
-from tiny_mixtures import Case
+from tiny_mixtures import DRAFTER, GEMMA, Case, PairTwin, write, write_drafter
 
 Floats = NDArray[np.float32]
 TEXT = [5, 77, 130, 201, 33, 34, 35, 201, 33, 90]
@@ -41,20 +38,12 @@ PROMPT = "the cat sat on the mat, the cat"
 
 @pytest.fixture(scope="module")
 def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_target(tmp_path_factory.mktemp("gemma") / "target.gguf")
+    return write(tmp_path_factory.mktemp("gemma") / "target.gguf", GEMMA)
 
 
 @pytest.fixture(scope="module")
 def drafter_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_drafter(tmp_path_factory.mktemp("gemma") / "drafter.gguf")
-
-
-@pytest.fixture(params=["llamacpp", "onnx"])
-def engine_name(request: pytest.FixtureRequest) -> EngineName:
-    if request.param == "onnx" and library_path() is None:
-        pytest.skip("the kernels are not built: scripts/run.py test builds them")
-    name: EngineName = request.param
-    return name
 
 
 def opened(name: str, path: Path, **settings: Any) -> LlamaCppEngine | KernelEngine:
@@ -69,13 +58,6 @@ def head_of(engine: LlamaCppEngine | KernelEngine, path: Path) -> DraftHead:
     return engine.load_head(path) if isinstance(engine, LlamaCppEngine) else load_drafter(engine, path)
 
 
-@pytest.fixture
-def engine(target_path: Path) -> Iterator[LlamaCppEngine]:
-    with LlamaCppEngine.load(target_path, context_length=64, threads=1, reproducible=False) as opened:
-        opened.give_hidden_states(True)
-        yield opened
-
-
 def close(ours: Floats, theirs: Floats) -> bool:
     """But for keys and values that are cached in half precision."""
     return bool(np.abs(ours - theirs).max() < 0.02 * theirs.std())
@@ -84,10 +66,10 @@ def close(ours: Floats, theirs: Floats) -> bool:
 @pytest.mark.parametrize("window", [512, 5])
 def test_its_passes_are_its_definition(engine_name: EngineName, window: int, tmp_path: Path) -> None:
     shape = replace(GEMMA, window=window)
-    path, drafter = write_target(tmp_path / "target.gguf", shape), write_drafter(tmp_path / "drafter.gguf", shape)
+    path, drafter = write(tmp_path / "target.gguf", shape), write_drafter(tmp_path / "drafter.gguf", shape)
     with opened(engine_name, path) as engine, head_of(engine, drafter) as head:
         engine.give_hidden_states(True)
-        twin = Twin(shape)
+        twin = PairTwin(shape)
         scores, hidden = twin.read(TEXT)
         ours = engine.forward(Batch.chain(np.array(TEXT, np.int32)))
         assert close(ours, scores) and close(engine.hidden_states(), hidden), "the numpy twin is no Gemma 4"
@@ -109,7 +91,7 @@ def test_each_sequence_has_its_own(
     engine_name: EngineName, target_path: Path, drafter_path: Path, branches: int
 ) -> None:
     with opened(engine_name, target_path, max_sequences=2, max_branches=branches) as engine:
-        twin, texts = Twin(GEMMA), (TEXT, TEXT[::-1])
+        twin, texts = PairTwin(GEMMA), (TEXT, TEXT[::-1])
         with head_of(engine, drafter_path) as head:
             for sequence, text in enumerate(texts):
                 engine.forward(Batch.chain(np.array(text, np.int32), sequence=sequence))
@@ -125,29 +107,13 @@ def test_rows_of_padding_are_no_text(target_path: Path, drafter_path: Path) -> N
     with LlamaCppEngine.load(target_path, context_length=512, threads=1, reproducible=True, **load) as engine:
         pinned = engine.facts.pinned_class
         assert pinned is not None and pinned[0] > 1
-        twin = Twin(GEMMA)
+        twin = PairTwin(GEMMA)
         with engine.load_head(drafter_path) as head:
             engine.forward(Batch.chain(np.array(TEXT[:-1], np.int32)))
             engine.forward(Batch.chain(np.array(TEXT[-1:], np.int32)))
             state = twin.read(TEXT)[1][-1]
             logits, _ = head.step(44, state, len(TEXT))
             assert close(logits, twin.draft(44, state, len(TEXT))[0])
-
-
-def test_it_is_refused_once_the_target_holds_a_text(engine: LlamaCppEngine, drafter_path: Path) -> None:
-    """llama.cpp would empty the cache that both share."""
-    engine.forward(Batch.chain(np.array(TEXT, np.int32)))
-    with pytest.raises(EngineError, match="before its target has read a text"):
-        engine.load_head(drafter_path)
-    assert engine.length() == len(TEXT)
-
-
-def test_bad_arguments_are_refused(engine_name: EngineName, target_path: Path, drafter_path: Path) -> None:
-    with opened(engine_name, target_path) as engine, head_of(engine, drafter_path) as head:
-        with pytest.raises(BatchError, match="width 64"):
-            head.step(3, np.zeros(7, np.float32), 0)
-        with pytest.raises(BatchError, match="outside the head's vocabulary"):
-            head.step(1 << 20, np.zeros(64, np.float32), 0)
 
 
 def test_drafts_change_no_text(engine_name: EngineName, target_path: Path, drafter_path: Path) -> None:
@@ -159,7 +125,7 @@ def test_drafts_change_no_text(engine_name: EngineName, target_path: Path, draft
 
 def test_a_target_whose_last_layers_share_keys(tmp_path: Path, drafter_path: Path) -> None:
     """As E2B and E4B: the drafter reads those of the layers that they share with."""
-    path = write_target(tmp_path / "sharing.gguf", replace(GEMMA, sharing=2))
+    path = write(tmp_path / "sharing.gguf", replace(GEMMA, sharing=2))
     with edgespec.load(str(path), draft=str(drafter_path), context_length=128, threads=1, reproducible=True) as model:
         plain, drafted = (
             model.generate(PROMPT, Sampling(temperature=0.0), GenerateOptions(max_tokens=40, **chosen))
@@ -224,7 +190,7 @@ def test_a_faulty_file_is_named(tmp_path: Path, metadata: dict[str, Any], words:
 
 
 def test_a_head_beside_the_file_that_is_named_for_it_is_found(tmp_path: Path) -> None:
-    target = write_target(tmp_path / "gemma-Q8_0.gguf")
+    target = write(tmp_path / "gemma-Q8_0.gguf", GEMMA)
     head = write_drafter(tmp_path / "mtp-gemma-BF16.gguf")
     write_drafter(tmp_path / "mtp-other.gguf")
     given: dict[str, Any] = {"context_length": 128, "engine": "llamacpp"}

@@ -5,32 +5,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import edgespec
 from demo import TEST_THREADS
-from edgespec import GenerateOptions, Sampling
-from edgespec.control.base import FixedLength, Proposal
+from edgespec import Sampling
 from edgespec.control.prices import path_products
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.growth import MAX_ROW_COST, evidence_of
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.sequence import CachedSequence
-from edgespec.generation.decode import speculative
-from edgespec.generation.run_state import Run
-from edgespec.reports import RoundRecord
-from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.sampler import Sampler
-from edgespec.sampling.stopping import StopRules
-from edgespec.types import Logits, Verdict
-from head_tables import KINDS, VOCABULARY, request, table
-from lossless import DEMO, PLAIN, PROMPTS, paths, side_branches
-from needs import NEEDS_KERNELS
-from tiny_heads import drafter_of, random_heads, table_heads
+from edgespec.types import Logits
+from lossless import PLAIN, paths, side_branches
+from tiny_heads import KINDS, VOCABULARY, drafter_of, random_heads, request, table, table_heads
 
 HIDDEN, TOKENS = 64, 299  # of the tiny model
 
@@ -187,50 +176,3 @@ def test_nothing_follows_an_end_token_and_nothing_comes_of_no_state(tiny_engine:
 
 
 # -- the demo pair
-
-
-@NEEDS_KERNELS
-@pytest.mark.parametrize("kind", KINDS)
-def test_our_kernels_score_trees(kind: str, target_path: Path) -> None:
-    records: list[RoundRecord] = []
-    heads = DEMO.parent / "heads" / f"{kind}.npz"
-    with edgespec.load(target_path, engine="onnx", heads=heads, drafter=kind, threads=TEST_THREADS) as model:
-        assert model.target.facts.can_tree
-        ids, sampling = model.encode_chat([{"role": "user", "content": PROMPTS[0]}]), Sampling(temperature=0.8, seed=1)
-        options = GenerateOptions(max_tokens=40, drafter=kind, draft_length=9, ignore_eos=True)
-        result = model.generate(ids, sampling, options, records.append)
-        plain = model.generate(ids, sampling, GenerateOptions(max_tokens=40, drafter="none", ignore_eos=True))
-    assert len(result.token_ids) == 40
-    assert (result.token_ids, result.logprobs) == (plain.token_ids, plain.logprobs)
-    assert max(record.accepted_tokens for record in records) > 1
-    assert any(record.drafted_tokens == 9 for record in records)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_first_choices_stand_about_as_often_as_they_claim(kind: str) -> None:
-    """Of the children of nodes that stand: trees of a head that claims too much are deep where they should be wide."""
-    claimed, stood = [], []
-
-    class Noted(FixedLength):
-        def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
-            super().observe(proposal, verdict, record)
-            draft = proposal.draft
-            for parent in (-1, *verdict.accepted_nodes):
-                if len(children := draft.children_of(parent)):
-                    claimed.append(draft.confidences[children[0]])
-                    stood.append(children[0] in verdict.accepted_nodes)
-
-    with edgespec.load("demo", engine="llamacpp", drafter=kind, reproducible=False, threads=TEST_THREADS) as model:
-        controller = Noted(model.drafters.drafter(kind), 16)
-        cached = CachedSequence(model.target)
-        cached.keep_features(True)
-        for seed, prompt in enumerate(PROMPTS * 2):
-            ids = np.array(model.encode_chat([{"role": "user", "content": prompt}]), np.int32)
-            sampler = Sampler(Sampling(temperature=0.8, seed=seed), model.target.vocabulary.size)
-            list(
-                speculative(
-                    Run(cached, ids, sampler, StopRules(frozenset(), (), 64), False), controller, RULES["coupled"]
-                )
-            )
-    assert len(stood) > 150
-    assert abs(np.mean(claimed) - np.mean(stood)) < 0.15, (np.mean(claimed), np.mean(stood))

@@ -1,7 +1,8 @@
-"""The hierarchical drafter: what it drafts is the medium's own text, whatever the small model says."""
+"""Drafts of a small model before a medium one, and of the target's first layers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,14 +10,20 @@ import numpy as np
 import pytest
 
 import edgespec
+from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.hierarchical import HierarchicalDrafter
-from edgespec.drafters.model import ModelDrafter
-from edgespec.errors import Cancelled, CapabilityError, ModelNotFound, VocabularyMismatch
+from edgespec.drafters.model import EarlyExitDrafter, ModelDrafter
+from edgespec.engines.model_use import ModelUse
+from edgespec.engines.onnx import OnnxEngine
+from edgespec.engines.onnx.footprint import footprint
+from edgespec.engines.onnx.kernel_engine import KernelEngine
+from edgespec.errors import CapabilityError, ConfigError, ModelNotFound, VocabularyMismatch
 from edgespec.sampling.sampler import Sampler
 from edgespec.types import Batch, Draft, Logits, Verdict
-from lossless import DEMO, VOCABULARY
+from lossless import PROMPTS, VOCABULARY
+from needs import NEEDS_KERNELS
 from table_engine import TableEngine
 
 SAMPLED = Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, seed=9)
@@ -119,30 +126,11 @@ def test_it_stops_where_the_next_token_does_not_pay(target: TableEngine) -> None
     assert asked == list(range(1, 9))
 
 
-@pytest.mark.parametrize("whose", ["small", "medium"])
-def test_a_cancelled_draft_leaves_both_caches_whole(target: TableEngine, whose: str) -> None:
-    drafter, untouched = pair_of(target), pair_of(target)
-    request = DraftRequest(np.array([0, 1, 2, 3], np.int32), 9, Sampler(SAMPLED, VOCABULARY))
-    untouched.draft(request)
-    drafter.draft(request)
-    (drafter._small if whose == "small" else drafter)._engine.cancel()
-    longer = request._replace(token_ids=np.array([0, 1, 2, 3, 4, 5], np.int32))
-    with pytest.raises(Cancelled):
-        drafter.draft(longer)
-    drafter.clear_cancel()
-    assert_same(drafter.draft(longer), untouched.draft(longer))
-    drafter.cancel()
-    with pytest.raises(Cancelled):
-        drafter.draft(longer)
-    drafter.clear_cancel()
-    assert_same(drafter.draft(longer), untouched.draft(longer))
-
-
 # -- on the demo family
 
 
 def test_auto_takes_a_medium_that_was_named() -> None:
-    medium = DEMO.parent / "demo-medium-q8_0.gguf"
+    medium = DEMO / "demo-medium-q8_0.gguf"
     with edgespec.load("demo", medium=medium) as model:
         parts = {name: drafter.bytes_used for name, drafter in model.drafters.drafters.items()}
         assert parts["hierarchical"] > parts["model"] > 0
@@ -151,13 +139,97 @@ def test_auto_takes_a_medium_that_was_named() -> None:
 
 
 def test_what_is_missing_is_named(tiny_path: Path, tmp_path: Path) -> None:
-    target = DEMO.parent / "demo-target-q8_0.gguf"
-    draft = DEMO.parent / "demo-draft-q8_0.gguf"
-    with pytest.raises(CapabilityError, match=r"needs a draft model .* give draft="):
-        edgespec.load(str(target), drafter="hierarchical")
-    with pytest.raises(CapabilityError, match=r"needs a medium model .* give medium="):
-        edgespec.load(str(target), draft=draft, drafter="hierarchical")
+    target = DEMO / "demo-target-q8_0.gguf"
+    draft = DEMO / "demo-draft-q8_0.gguf"
     with pytest.raises(ModelNotFound, match="no medium "):
         edgespec.load(str(target), draft=draft, medium=tmp_path / "none.gguf", drafter="hierarchical")
     with pytest.raises(VocabularyMismatch):
         edgespec.load(str(target), draft=draft, medium=tiny_path, drafter="hierarchical")
+
+
+# -- the early exit: first layers and head of a GGUF on the kernels as its draft model, over the same tiles
+
+
+TARGET, LAYERS = DEMO / "demo-target-q8_0.gguf", 4
+
+
+@pytest.fixture(scope="module")
+def exiting() -> Iterator[KernelEngine]:
+    with OnnxEngine.load(TARGET, context_length=200, threads=TEST_THREADS, hidden_states=True, state_layers=(4,)) as it:
+        assert isinstance(it, KernelEngine)
+        yield it
+
+
+@NEEDS_KERNELS
+def test_it_is_the_state_before_a_layer_through_norm_and_head(exiting: KernelEngine) -> None:
+    """The same tiles, which are neither packed nor counted again; its cache is its own."""
+    ids = np.random.default_rng(0).integers(0, exiting.vocabulary.size, 30).astype(np.int32)
+    exiting.forward(Batch.chain(ids))
+    states = exiting.hidden_states()[:, : exiting.hidden_states().shape[1] // 2].astype(np.float64)
+    with exiting.first_layers(LAYERS) as engine:
+        assert engine.source._tiles is exiting.source._tiles  # type: ignore[attr-defined]
+        found = engine.forward(Batch.chain(ids)).copy()
+        assert engine.length() == 30 and exiting.length() == 30
+        assert 9 * engine.facts.kv_bytes_per_token == LAYERS * exiting.facts.kv_bytes_per_token
+        assert engine.facts.weight_bytes < exiting.facts.weight_bytes
+    tensors = edgespec_tensors()
+    normed = states / np.sqrt((states**2).mean(axis=1, keepdims=True) + 1e-5) * tensors["output_norm.weight"]
+    wanted = normed @ tensors["token_embd.weight"].T
+    assert np.abs(found - wanted).max() < 0.05 * wanted.std()
+    planned = [footprint(TARGET, ModelUse(200, exit_layer=layers)) for layers in (None, LAYERS)]
+    assert planned[0].packed < planned[1].packed < 1.02 * planned[0].packed + (8 << 20)
+    assert planned[1].cache > 1.3 * planned[0].cache
+
+
+def edgespec_tensors() -> dict[str, np.ndarray]:
+    import gguf
+
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(TARGET).tensors}
+    return {
+        name: gguf.quants.dequantize(found[name].data, found[name].tensor_type).astype(np.float64)
+        for name in ("output_norm.weight", "token_embd.weight")
+    }
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_text_is_that_of_the_target_alone(temperature: float) -> None:
+    with edgespec.load("demo", exit_layer=LAYERS, threads=TEST_THREADS) as model:
+        drafter = model.drafters.drafters["early-exit"]
+        assert isinstance(drafter, EarlyExitDrafter)
+        assert 0 < drafter.bytes_used < model.target.facts.kv_bytes_per_token * model.target.facts.context_length
+        options = GenerateOptions(max_tokens=48, drafter="none", ignore_eos=True)
+        for seed, prompt in enumerate(PROMPTS[:2]):
+            ids, sampling = model.encode(prompt), Sampling(temperature=temperature, seed=seed)
+            wanted = model.generate(ids, sampling, options)
+            for name, length in (("early-exit", 1), ("early-exit", 6), ("auto", "auto")):
+                found = model.generate(ids, sampling, replace(options, drafter=name, draft_length=length))
+                assert (found.token_ids, found.logprobs) == (wanted.token_ids, wanted.logprobs), (name, length)
+                assert length == "auto" or found.stats.accepted_tokens > 0
+
+
+@NEEDS_KERNELS
+def test_an_exit_is_the_small_model_of_a_hierarchy() -> None:
+    medium = DEMO / "demo-medium-q8_0.gguf"
+    with edgespec.load(TARGET, medium=medium, exit_layer=LAYERS, threads=TEST_THREADS) as model:
+        drafter = model.drafters.drafters["hierarchical"]
+        assert isinstance(drafter, HierarchicalDrafter) and drafter._small is model.drafters.drafters["early-exit"]
+        sampling, options = (
+            Sampling(temperature=0.8, seed=3),
+            GenerateOptions(max_tokens=40, drafter="none", ignore_eos=True),
+        )
+        plain = model.generate(PROMPTS[1], sampling, options)
+        found = model.generate(PROMPTS[1], sampling, replace(options, drafter="hierarchical", draft_length=5))
+        assert found.token_ids == plain.token_ids and found.stats.accepted_tokens > 0
+
+
+@NEEDS_KERNELS
+def test_an_exit_that_is_not_there_is_refused(onnx_path: Path) -> None:
+    with pytest.raises(CapabilityError, match=r"needs an early exit of a GGUF target.*give exit_layer="):
+        edgespec.load("demo", drafter="early-exit")
+    for given in ({"model": "demo", "engine": "llamacpp"}, {"model": str(onnx_path)}):
+        with pytest.raises(CapabilityError, match="needs an early exit of a GGUF target for a target on onnx"):
+            edgespec.load(**given, exit_layer=3)
+    for layers, said in ((0, "of at least 1"), (9, r"allows 1\.\.8")):
+        with pytest.raises(ConfigError, match=said):
+            edgespec.load("demo", exit_layer=layers)

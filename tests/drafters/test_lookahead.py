@@ -12,12 +12,10 @@ from edgespec.drafters.lookahead import LookaheadDrafter, NgramPool
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import speculative
-from edgespec.generation.run_state import Run
 from edgespec.sampling.acceptance import coupled
 from edgespec.sampling.sampler import Sampler
-from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, TokenIds, Verdict
-from lossless import GREEDY, PLAIN, VOCABULARY, run_once
+from lossless import GREEDY, PLAIN, VOCABULARY, run_of, run_once
 from table_engine import TableEngine
 
 
@@ -65,7 +63,7 @@ def passes_for_new_text(branches: int) -> int:
     for seed in range(5):
         target = TableEngine.random(300, order=1, seed=seed, context_length=100)
         prompt = np.random.default_rng(seed).integers(0, 300, 20).astype(np.int32)
-        run = Run(CachedSequence(target), prompt, Sampler(GREEDY, 300), StopRules(frozenset(), (), 75))
+        run = run_of(CachedSequence(target), GREEDY, 75, prompt)
         events = speculative(run, FixedLength(Limited(), 48), coupled)
         assert len(list(itertools.islice(events, 20))) == 20
         passes += run.stats.rounds

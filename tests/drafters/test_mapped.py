@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
@@ -14,47 +15,16 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.mapped import LACKS, MappedSequence, VocabularyMap, map_vocabulary
 from edgespec.drafters.model import ModelDrafter
-from edgespec.errors import Cancelled, PromptError, VocabularyMismatch
+from edgespec.errors import Cancelled, VocabularyMismatch
 from edgespec.loading.drafts import LEAST_OVERLAP
 from edgespec.sampling.sampler import Sampler
-from edgespec.vocabulary import Vocabulary
-from laws import ALPHA_1E6
-from lossless import score_of_pairs
-from reordered import write_reordered_gguf
-from table_engine import TableEngine
-from tiny_gguf import write_sentencepiece_model
+from table_engine import TableEngine, Words
+from tiny_gguf import finish, write_sentencepiece_model
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 TARGET, DRAFT = (DEMO / f"demo-{role}-q8_0.gguf" for role in ("target", "draft"))
 PROMPTS = ("Find me a cheap Italian restaurant in San Jose.", "Write a Python function `clamp(value, low, high)`.")
 ORDER = np.random.default_rng(7).permutation(4096).tolist()
-
-
-class Words(Vocabulary):
-    """Given tokens by their bytes; empty ones are control tokens called `<name>`. A text is cut at the longest."""
-
-    def __init__(
-        self, pieces: list[bytes], *, bos: int | None = None, ends: tuple[int, ...] = (), **names: int
-    ) -> None:
-        self.size, self.bos_id, self.adds_bos, self.end_ids = len(pieces), bos, bos is not None, frozenset(ends)
-        self.chat_template = None
-        self._given, self._names = pieces, {token_id: f"<{name}>" for name, token_id in names.items()}
-
-    def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:
-        ids, data = [], text.encode()
-        while data:
-            fitting = [i for i, piece in enumerate(self._given) if piece and data.startswith(piece)]
-            if not fitting:
-                raise PromptError("this cannot be written")
-            ids.append(max(fitting, key=lambda i: len(self._given[i])))
-            data = data[len(self._given[ids[-1]]) :]
-        return ids
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._given[token_id]
-
-    def token_name(self, token_id: int) -> str:
-        return self._names.get(token_id, repr(self._given[token_id]))
 
 
 # -- the map
@@ -188,14 +158,30 @@ def test_a_cancelled_read_leaves_the_known_tokens() -> None:
 # -- what comes of it
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
-def test_joint_law_with_another_vocabulary_is_the_targets(rule: str) -> None:
-    target = TableEngine.random(10, order=1, seed=3, spread=1.0, context_length=4100)
-    draft = TableEngine.random(8, order=1, seed=4, spread=1.0, context_length=4100)  # lacks i and j
-    drafter = ModelDrafter(draft, MappedSequence(draft, map_vocabulary(target.vocabulary, draft)))
-    score, events = score_of_pairs(target, drafter, rule)
-    assert sum(event.from_draft for event in events) > 2500
-    assert score < ALPHA_1E6
+def write_reordered_gguf(source: Path, path: Path, order: Sequence[int]) -> Path:
+    """Write the model at `source` with token `order[i]` of it as token i; what `order` lacks is left out."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(path, str(reader.fields["general.architecture"].contents()))
+    place = {old: new for new, old in enumerate(order)}
+    tokens = reader.fields["tokenizer.ggml.tokens"].contents()
+    kept = {tokens[old] for old in order}
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key == "general.architecture":
+            continue
+        value = field.contents()
+        if key in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type"):
+            value = [value[old] for old in order]
+        elif key == "tokenizer.ggml.merges":
+            value = [rule for rule in value if {rule.replace(" ", ""), *rule.split(" ")} <= kept]
+        elif key.endswith("_token_id"):
+            value = place[value]
+        elif key.endswith(".vocab_size"):
+            value = len(order)
+        writer.add_key_value(key, value, field.types[0], field.types[-1] if len(field.types) > 1 else None)
+    for tensor in reader.tensors:
+        rows = tensor.data[list(order)] if tensor.name in ("token_embd.weight", "output.weight") else tensor.data
+        writer.add_tensor(tensor.name, np.ascontiguousarray(rows), raw_dtype=tensor.tensor_type)
+    return finish(writer, path, {})
 
 
 @pytest.fixture(scope="module")

@@ -94,14 +94,18 @@ def test_learning_is_off_by_default_and_forgetting_clears_what_this_process_lear
         assert rate_of(model) > first + 1
 
 
-def test_an_answer_that_was_stopped_is_learnt_as_far_as_it_came(home: Path) -> None:
+@pytest.mark.parametrize("closes_model", [False, True])
+def test_an_answer_that_was_stopped_is_learnt_as_far_as_it_came(home: Path, closes_model: bool) -> None:
+    """Also where its model was closed meanwhile."""
     with load_demo(learn=True) as model:
-        ids = model.encode_chat([{"role": "user", "content": QUESTION}])
-        events = model.stream(ids, Sampling(temperature=0.0), GenerateOptions(max_tokens=64, ignore_eos=True))
+        events = model.stream(QUESTION, Sampling(temperature=0.0), GenerateOptions(max_tokens=64, ignore_eos=True))
         emitted = [next(events).token_id for _ in range(20)]
-        events.close()  # type: ignore[attr-defined]
+        if not closes_model:
+            events.close()  # type: ignore[attr-defined]
+    events.close()  # type: ignore[attr-defined]
+    with load_demo() as model:
         (kept,) = learnt_texts(model.target.vocabulary).read()
-        assert 16 <= kept.size <= 20 and kept.tolist() == emitted[: kept.size]
+    assert 16 <= kept.size <= 20 and kept.tolist() == emitted[: kept.size]
 
 
 def test_an_answer_that_ends_inside_a_draft_is_learnt_to_its_end_alone(home: Path) -> None:
@@ -117,16 +121,6 @@ def test_an_answer_that_ends_inside_a_draft_is_learnt_to_its_end_alone(home: Pat
             newest = learnt_texts(model.target.vocabulary).read()[-1]
             assert tuple(newest.tolist()) == found.token_ids[: newest.size]
         assert num_beyond, "the cache held accepted tokens behind the stop string"
-
-
-def test_an_answer_whose_model_was_closed_meanwhile_is_learnt_too(home: Path) -> None:
-    with load_demo(learn=True) as model:
-        events = model.stream(QUESTION, Sampling(temperature=0.0), GenerateOptions(max_tokens=64, ignore_eos=True))
-        emitted = [next(events).token_id for _ in range(20)]
-    events.close()  # type: ignore[attr-defined]
-    with load_demo() as model:
-        (kept,) = learnt_texts(model.target.vocabulary).read()
-    assert kept.tolist() == emitted[: kept.size]
 
 
 # -- on the command line

@@ -68,7 +68,7 @@ def test_a_drafter_of_one_engine_is_refused_on_another_before_anything_is_loaded
     monkeypatch.setattr("edgespec.loading.requirements.head_kind_of", lambda path: "eagle3")
     monkeypatch.setattr("edgespec.loading.opening.open_target", lambda *_, **__: pytest.fail("loaded"))
     head = DEMO.parent / "demo-draft-q8_0.gguf"
-    with pytest.raises(CapabilityError, match=r"an EAGLE-3 head for a target on llamacpp, .* engine='llamacpp'"):
+    with pytest.raises(CapabilityError, match=r"an EAGLE-3 head for a target in GGUF, .* engine='llamacpp'"):
         edgespec.load(str(onnx_path), draft=head)
 
 

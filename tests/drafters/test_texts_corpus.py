@@ -1,19 +1,23 @@
-"""The corpus on disk: what is added comes back, within its limit; what is damaged is refused and never misread."""
+"""Texts to draft from, on disk: the corpus, its index against plain searches, and kept answers."""
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import random
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from damage import damaged
-from edgespec.corpus.index import joined, sorted_places
-from edgespec.corpus.texts import Corpus, Documents, texts_folder, vocabulary_key
+from edgespec.corpus import index
+from edgespec.corpus.index import DEPTH, END_OF_TEXT, LONGEST_MATCH, SuffixIndex, joined, sorted_places
+from edgespec.corpus.texts import MAX_ANSWER_TOKENS, Corpus, Documents, LearntTexts, vocabulary_key
+from edgespec.drafters.suffix import CorpusMatch
 from edgespec.errors import ConfigError, StateError
 from table_engine import LetterVocabulary
 from waiting import until
@@ -87,12 +91,6 @@ def test_bad_names(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="--name"):
         make(tmp_path).add(name, "/a", documents(0))
     assert not make(tmp_path).path.exists()
-
-
-def test_a_corpus_of_more_ids_than_the_vocabulary_has_is_refused(tmp_path: Path) -> None:
-    make(tmp_path).add("a", "/a", documents(0))
-    with pytest.raises(StateError, match=r"a token id is outside -1..49"):
-        make(tmp_path, size=50).index()
 
 
 def test_vocabularies_have_files_of_their_own() -> None:
@@ -209,9 +207,187 @@ def test_a_named_file_that_is_no_text_is_an_error(tmp_path: Path, monkeypatch: p
         Documents(tmp_path / "nothing")
 
 
-def test_texts_lie_in_the_users_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
-    assert texts_folder() == tmp_path / "texts"
-    monkeypatch.delenv("EDGESPEC_HOME")
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    assert texts_folder() == tmp_path / "data" / "edgespec" / "texts"
+# -- the suffix index against plain searches
+
+
+def places_of(ids: list[int], wanted: list[int]) -> list[int]:
+    return [i for i in range(len(ids) - len(wanted) + 1) if ids[i : i + len(wanted)] == wanted]
+
+
+def longest_end(ids: list[int], text: list[int], most: int = LONGEST_MATCH) -> int:
+    lengths = range(min(most, len(text)), 0, -1)
+    return next((length for length in lengths if places_of(ids, text[len(text) - length :])), 0)
+
+
+def random_corpus(rng: random.Random, size: int) -> list[int]:
+    return [rng.choice((END_OF_TEXT, 0, 1, 2)) for _ in range(size)]
+
+
+@pytest.mark.parametrize("packed_bits", [63, 0])
+def test_places_are_sorted_by_what_follows(packed_bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "_PACKED_BITS", packed_bits)
+    rng = random.Random(0)
+    for size in (0, 1, 2, 3, 50, 300):
+        ids = random_corpus(rng, size) + [5] * (size // 3)
+        order = sorted_places(np.array(ids, np.int32)).tolist()
+        assert sorted(order) == list(range(len(ids)))
+        texts = [(ids[place:] + [END_OF_TEXT] * DEPTH)[:DEPTH] for place in order]
+        cut = [text[: text.index(END_OF_TEXT)] if END_OF_TEXT in text else text for text in texts]
+        assert cut == sorted(cut)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_finding_and_following_are_those_of_a_plain_search(seed: int) -> None:
+    rng = random.Random(seed)
+    ids = random_corpus(rng, rng.randint(1, 60))
+    found = SuffixIndex.of(np.array(ids, np.int32))
+    text = [rng.randint(0, 3) for _ in range(12)]
+    span = found.longest_end(text)
+    length = longest_end(ids, text)
+    assert (0 if span is None else span.length) == length
+    if span is None:
+        return
+    end = text[len(text) - length :]
+    assert span.high - span.low == len(places_of(ids, end))
+    after = Counter((*ids, END_OF_TEXT)[place + length] for place in places_of(ids, end))
+    token_id, share = found.next_token(span)
+    assert after[token_id] == max(after.values())
+    if span.high - span.low <= 32:
+        assert share == after[token_id] / after.total()
+    copied = found.copied(span, 5)
+    assert END_OF_TEXT not in copied
+    assert places_of([*ids, END_OF_TEXT], end + copied)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_match_that_is_kept_up_to_date_is_the_longest(seed: int) -> None:
+    rng = random.Random(seed)
+    ids = random_corpus(rng, 80)
+    match = CorpusMatch(SuffixIndex.of(np.array(ids, np.int32)))
+    text: list[int] = []
+    while len(text) < 120:
+        text += [rng.randint(0, 3) for _ in range(rng.choice((1, 1, 2, 5, 40)))]
+        match.follow(text)
+        assert match.length == longest_end(ids, text)
+    match.restart()
+    assert match.length == 0 and list(match.continued(4)) == []
+    match.follow([2])
+    assert match.length == (2 in ids)
+
+
+def test_a_long_copy_is_followed_to_its_end_at_any_depth() -> None:
+    """Matches are cut at their longest and grow again; a draft reaches beyond the depth to which places are sorted."""
+    ids = np.random.default_rng(0).integers(0, 10_000, 600).astype(np.int32)
+    match = CorpusMatch(SuffixIndex.of(np.append(ids, np.int32(END_OF_TEXT))))
+    for end in range(4, 600):
+        match.follow(ids[:end].tolist())
+        assert LONGEST_MATCH >= match.length >= min(end, LONGEST_MATCH // 2)
+        drafted = [token_id for token_id, *_ in match.continued(100)]
+        assert drafted == ids[end : end + 100].tolist()
+
+
+def test_the_commonest_continuation_is_chosen_from_any_number_of_places() -> None:
+    ids = [1, 2, 3] * 500 + [1, 2, 4] * 100 + [END_OF_TEXT]
+    found = SuffixIndex.of(np.array(ids, np.int32))
+    span = found.find([1, 2])
+    assert span is not None and span.high - span.low == 600
+    token_id, share = found.next_token(span)
+    assert token_id == 3 and abs(share - 5 / 6) < 0.05
+
+
+def test_strings_that_no_text_holds() -> None:
+    found = SuffixIndex.of(np.array([1, 2, END_OF_TEXT, 3, 4, END_OF_TEXT], np.int32))
+    assert found.find([2, 3]) is None  # across the border of two texts
+    assert found.find([9]) is None and found.find([0]) is None and found.find([1, 9, 2]) is None
+    span = found.find([2])
+    assert span is not None and found.copied(span, 3) == []
+    empty = SuffixIndex.of(np.empty(0, np.int32))
+    assert empty.longest_end([1, 2]) is None and empty.num_tokens == 0
+
+
+def test_narrowing_stops_at_the_depth_to_which_places_are_sorted() -> None:
+    found = SuffixIndex.of(np.zeros(200, np.int32))
+    span = found.find([0] * DEPTH)
+    assert span is not None and span.length == DEPTH
+    assert found.narrowed(span, 0) is None
+    match = CorpusMatch(found)
+    match.follow([0] * 40)
+    assert [token_id for token_id, *_ in match.continued(64)] == [0] * 64
+
+
+# -- what models wrote, on disk: bounded, safe with several processes, and never in the way
+
+
+LEARNT_SIZE = 1000
+
+
+def learnt_in(folder: Path, **limits: int) -> LearntTexts:
+    return LearntTexts("key", LEARNT_SIZE, folder=folder, **limits)
+
+
+def answer(seed: int, size: int = 50) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, LEARNT_SIZE, size).astype(np.int32)
+
+
+def test_answers_come_back_the_oldest_first(tmp_path: Path) -> None:
+    learnt = learnt_in(tmp_path)
+    assert learnt.read() == []
+    for seed in (3, 1, 2):
+        learnt.add(answer(seed))
+    assert [ids.tolist() for ids in learnt_in(tmp_path).read()] == [answer(seed).tolist() for seed in (3, 1, 2)]
+    assert learnt.path.stat().st_mode & 0o077 == 0, "others may not read it"
+    assert learnt.clear() and not learnt.clear() and learnt.read() == []
+
+
+def test_the_same_answer_is_kept_once_and_counts_as_new(tmp_path: Path) -> None:
+    learnt = learnt_in(tmp_path)
+    for seed in (1, 2, 1):
+        learnt.add(answer(seed))
+    assert [ids.tolist() for ids in learnt.read()] == [answer(2).tolist(), answer(1).tolist()]
+
+
+def test_short_answers_are_not_kept_and_long_ones_are_cut(tmp_path: Path) -> None:
+    learnt = learnt_in(tmp_path)
+    learnt.add(answer(0, 3))
+    assert not learnt.path.exists()
+    learnt.add(answer(0, MAX_ANSWER_TOKENS + 5))
+    assert [ids.size for ids in learnt.read()] == [MAX_ANSWER_TOKENS]
+
+
+def test_the_oldest_go_when_there_are_too_many(tmp_path: Path) -> None:
+    learnt = learnt_in(tmp_path, max_tokens=220)
+    for seed in range(9):
+        learnt.add(answer(seed))
+    assert [ids.tolist() for ids in learnt.read()] == [answer(seed).tolist() for seed in (5, 6, 7, 8)]
+
+
+def test_any_damage_gives_what_was_written_or_less(tmp_path: Path) -> None:
+    learnt = learnt_in(tmp_path)
+    for seed in range(20):
+        learnt.add(answer(seed, 300))
+    whole = learnt.path.read_bytes()
+    written = {tuple(answer(seed, 300).tolist()) for seed in range(20)}
+    rng = random.Random(0)
+    lost = 0
+    for _ in range(120):
+        learnt.path.write_bytes(damaged(whole, rng))
+        found = {tuple(ids.tolist()) for ids in learnt.read()}
+        assert found <= written
+        lost += len(found) < 20
+        learnt.add(answer(50))
+        assert learnt.read()[-1].tolist() == answer(50).tolist(), "a damaged file is replaced"
+    assert lost > 40
+
+
+def test_ids_of_another_vocabulary_are_left_out(tmp_path: Path) -> None:
+    learnt_in(tmp_path).add(answer(0))
+    assert LearntTexts("key", 10, folder=tmp_path).read() == []
+
+
+def test_a_place_that_cannot_be_used_is_no_obstacle(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "edgespec")
+    (tmp_path / "file").write_text("")
+    learnt = learnt_in(tmp_path / "file" / "texts")
+    learnt.add(answer(0))
+    assert learnt.read() == []
+    assert "this answer was not stored" in caplog.text

@@ -1,8 +1,7 @@
-"""The draft model with branches: what it proposes, and that the text stays the target's own."""
+"""The draft model with branches and with a window: what it proposes, and that the text stays the target's own."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -14,19 +13,17 @@ from edgespec.config.values import RuleName
 from edgespec.control.base import FixedLength
 from edgespec.control.prices import path_products
 from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.booked import is_chain
 from edgespec.engines.sequence import CachedSequence, Passes
-from edgespec.errors import CapabilityError
 from edgespec.generation.decode import autoregressive, speculative
-from edgespec.generation.run_state import Run
 from edgespec.reports import RoundRecord
 from edgespec.sampling.acceptance import coupled
 from edgespec.sampling.sampler import Sampler
-from edgespec.sampling.stopping import StopRules
-from edgespec.types import Batch, Draft, Logits
-from lossless import DEMO, PLAIN, PROMPTS, VOCABULARY, paths, run_once, side_branches
+from edgespec.types import Batch, Draft, Logits, TokenIds
+from lossless import DEMO, PLAIN, PROMPTS, VOCABULARY, paths, run_of, run_once
 from needs import NEEDS_KERNELS
 from table_engine import TableEngine
 
@@ -44,22 +41,6 @@ def tree_drafter(target: TableEngine, sigma: float = 1.0) -> TreeDrafter:
 
 def request(most: int = 16, branches: int = 8, sampling: Sampling = PLAIN, **more: object) -> DraftRequest:
     return DraftRequest(TEXT, most, Sampler(sampling, VOCABULARY), max_branches=branches, **more)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_tree_keeps_to_its_limits(target: TableEngine, temperature: float) -> None:
-    drafter, sampling = tree_drafter(target), replace(PLAIN, temperature=temperature)
-    seen = set()
-    for most, branches in itertools.product((1, 2, 7, 16, 33), (1, 2, 8)):
-        draft = drafter.draft(request(most, branches, sampling))
-        assert draft.num_tokens == most
-        assert side_branches(draft) <= branches
-        assert draft.main_chain.num_tokens >= max(1, most // (branches + 1) // 2)
-        for node in range(-1, most):
-            children = draft.token_ids[draft.children_of(node)].tolist()
-            assert len(set(children)) == len(children) <= 4
-        seen.add(side_branches(draft))
-    assert max(seen) > 2
 
 
 def test_the_main_chain_is_what_the_draft_model_alone_would_draft(target: TableEngine) -> None:
@@ -87,14 +68,6 @@ def test_a_node_comes_in_only_if_its_path_pays_for_its_row(target: TableEngine) 
     assert len(set(sizes)) > 3
     draft = tree_drafter(target).draft(request(40, row_cost=0.2))
     assert min(path_products(draft, draft.confidences.tolist())) > 0.2
-
-
-def test_nothing_follows_an_end_token() -> None:
-    target = TableEngine.random(VOCABULARY, seed=1, context_length=400, end_id=4)
-    draft = tree_drafter(target).draft(request(60))
-    ends = np.flatnonzero(draft.token_ids == 4)
-    assert ends.size
-    assert not set(ends.tolist()) & set(draft.parents.tolist())
 
 
 @pytest.mark.parametrize("rule, most_branches", [("rejection", 8), ("coupled", 0)])
@@ -127,8 +100,8 @@ def test_two_drafters_share_one_cache(target: TableEngine) -> None:
 
     model = ModelDrafter(target.related(sigma=1.0))
     both = (model, TreeDrafter(model))
-    cached, sampler = CachedSequence(target), Sampler(PLAIN, VOCABULARY)
-    runs = [Run(cached, TEXT, sampler, StopRules(frozenset(), (), 200)) for _ in range(2)]
+    cached = CachedSequence(target)
+    runs = [run_of(cached, PLAIN, 200, TEXT) for _ in range(2)]
     plain = [event.token_id for event in autoregressive(runs[0])]
     assert [event.token_id for event in speculative(runs[1], Alternating(model, 9), coupled)] == plain
 
@@ -151,28 +124,12 @@ class Interrupted(TableEngine):
 def test_an_interrupt_inside_a_tree_leaves_both_caches_usable(target: TableEngine, passes_left: int) -> None:
     engine = Interrupted(target._table, context_length=400)
     cached, drafter = CachedSequence(engine), tree_drafter(target)
-    sampler, stop = Sampler(PLAIN, VOCABULARY), StopRules(frozenset(), (), 50)
-    plain = [event.token_id for event in autoregressive(Run(cached, TEXT, sampler, stop))]
+    plain = [event.token_id for event in autoregressive(run_of(cached, PLAIN, 50, TEXT))]
     engine.passes_left = passes_left
     with pytest.raises(KeyboardInterrupt):
-        list(speculative(Run(cached, TEXT, sampler, stop), FixedLength(drafter, 8), coupled))
-    found = speculative(Run(cached, TEXT, sampler, stop), FixedLength(drafter, 8), coupled)
+        list(speculative(run_of(cached, PLAIN, 50, TEXT), FixedLength(drafter, 8), coupled))
+    found = speculative(run_of(cached, PLAIN, 50, TEXT), FixedLength(drafter, 8), coupled)
     assert [event.token_id for event in found] == plain
-
-
-def test_a_cancelled_draft_ends_quietly_and_the_next_is_whole(target: TableEngine) -> None:
-    small = target.related(sigma=1.0)
-    drafter, cached = TreeDrafter(ModelDrafter(small)), CachedSequence(target)
-    expected = run_once(cached, None, "coupled", 0, PLAIN, 40)
-    run = Run(cached, np.array([0, 1], np.int32), Sampler(PLAIN, VOCABULARY), StopRules(frozenset(), (), 40))
-    events = speculative(run, FixedLength(drafter, 8), coupled)
-    begun = [next(events).token_id for _ in range(3)]
-    small.cancel()
-    begun += [event.token_id for event in events]
-    assert run.stats.finish_reason == "cancelled"
-    assert begun == [event.token_id for event in expected][: len(begun)]
-    again = run_once(cached, drafter, "coupled", 8, PLAIN, 40)
-    assert [event.token_id for event in again] == [event.token_id for event in expected]
 
 
 @NEEDS_KERNELS
@@ -181,7 +138,7 @@ def test_our_kernels_score_trees(rule: RuleName) -> None:
     records: list[RoundRecord] = []
     target, draft = (DEMO.parent / f"demo-{role}-q8_0.gguf" for role in ("target", "draft"))
     with edgespec.load(target, draft=draft, engine="onnx", threads=1) as model:
-        assert model.target.facts.can_tree
+        assert model.target.facts.max_branches
         ids, sampling = model.encode_chat([{"role": "user", "content": PROMPTS[0]}]), Sampling(temperature=0.8, seed=1)
         options = GenerateOptions(max_tokens=40, drafter="tree", draft_length=9, verify=rule, ignore_eos=True)
         result = model.generate(ids, sampling, options, records.append)
@@ -192,9 +149,97 @@ def test_our_kernels_score_trees(rule: RuleName) -> None:
     assert any(record.drafted_tokens == 9 for record in records)
 
 
-def test_a_pair_without_a_draft_has_no_tree() -> None:
-    with (
-        edgespec.load(str(DEMO.parent / "demo-target-q8_0.gguf"), drafter="ngram", threads=1) as model,
-        pytest.raises(CapabilityError, match="drafter 'tree' needs a draft model"),
-    ):
-        model.generate([1, 2, 3], options=GenerateOptions(max_tokens=2, drafter="tree"))
+# -- the part of a text that a draft model reads: all of it, or the latest tokens behind the first
+
+
+LONG_TEXT = np.random.default_rng(5).integers(0, VOCABULARY, 2000).astype(np.int32)
+
+
+def engine(context: int = 4096) -> TableEngine:
+    return TableEngine.random(VOCABULARY, seed=2, context_length=context)
+
+
+def draft(drafter: ModelDrafter | TreeDrafter, token_ids: TokenIds) -> None:
+    drafter.draft(DraftRequest(token_ids, 4, Sampler(Sampling(temperature=0.0), VOCABULARY)))
+
+
+def cached(drafter: ModelDrafter) -> list[int]:
+    return drafter.cache.token_ids.tolist()
+
+
+def test_what_can_be_paid_is_read_whole() -> None:
+    drafter = ModelDrafter(engine())
+    assert drafter.reading(LONG_TEXT[:1000], 1000, 500) == 1000
+    assert not drafter.reads_part
+    draft(drafter, LONG_TEXT[:1000])
+    assert cached(drafter)[:1000] == LONG_TEXT[:1000].tolist()
+    assert drafter.reading(LONG_TEXT[:1010], 10, 0) <= 10
+
+
+def test_of_a_long_text_the_latest_part_is_read_and_the_rest_when_it_can_be_paid() -> None:
+    drafter = ModelDrafter(engine())
+    assert drafter.reading(LONG_TEXT[:1000], 999, 300) == 301
+    assert not drafter.reads_part  # it was chosen, not read
+    draft(drafter, LONG_TEXT[:1000])
+    assert drafter.reads_part
+    assert cached(drafter)[:301] == [int(LONG_TEXT[0]), *LONG_TEXT[700:1000].tolist()]
+    assert drafter.reading(LONG_TEXT[:1008], 999, 300) <= 8  # the window in use grows with the text
+    draft(drafter, LONG_TEXT[:1008])
+    assert drafter.reading(LONG_TEXT[:1008], 1007, 300) == 1007  # all but the first token
+    draft(drafter, LONG_TEXT[:1008])
+    assert cached(drafter)[:1008] == LONG_TEXT[:1008].tolist() and not drafter.reads_part
+
+
+def test_a_small_part_is_not_worth_trying() -> None:
+    drafter = ModelDrafter(engine())
+    assert drafter.reading(LONG_TEXT[:1000], 500, 20) == 1000
+    assert drafter.num_uncached(LONG_TEXT[:1000]) == 1000
+
+
+def test_the_next_prompt_of_a_conversation_goes_on_with_the_part_that_was_read() -> None:
+    drafter = ModelDrafter(engine())
+    drafter.begin(LONG_TEXT[:1000])
+    drafter.reading(LONG_TEXT[:1000], 0, 200)
+    draft(drafter, LONG_TEXT[:1000])
+    for _ in range(2):  # also by the tree that shares it
+        drafter.begin(LONG_TEXT[:1100])
+    assert (
+        drafter.num_uncached(LONG_TEXT[:1100]) == 1099
+    )  # of the whole text, which is what it reads if nobody limits it
+    assert drafter.reading(LONG_TEXT[:1100], 500, 150) in range(95, 101)
+    drafter.begin(LONG_TEXT[500:1500])
+    assert drafter.reading(LONG_TEXT[500:1500], 500, 150) == 151  # another conversation
+
+
+@pytest.mark.parametrize("context", [64, 512])
+def test_a_text_beyond_the_context_counts_as_what_is_read_of_it(context: int) -> None:
+    """However long it is, a window reads half of a context at most."""
+    drafter = ModelDrafter(engine(context))
+    half = context // 2
+    assert drafter.reading(LONG_TEXT, half - 1, 0) == half
+    assert drafter.reading(LONG_TEXT, half, 0) == half + 1
+    draft(drafter, LONG_TEXT)
+    assert cached(drafter)[: half + 1] == [int(LONG_TEXT[0]), *LONG_TEXT[-half:].tolist()]
+
+
+@pytest.mark.parametrize("kind", ["model", "tree", "hierarchical"])
+@pytest.mark.parametrize("settings", [PLAIN, Sampling(temperature=0.0)])
+def test_the_text_does_not_depend_on_the_part(kind: str, settings: Sampling) -> None:
+    """Windows come, grow and go in the middle of an answer."""
+    target = TableEngine.random(VOCABULARY, seed=1, context_length=4096)
+    small, medium = (ModelDrafter(target.related(sigma=sigma)) for sigma in (1.0, 0.5))
+
+    class Limiting(FixedLength):
+        def proposing(self, request: DraftRequest):
+            drafter.reading(request.token_ids, 60 * (request.token_ids.size % 7), 128 + request.token_ids.size % 3)
+            return super().proposing(request)
+
+    makers = {
+        "model": lambda: medium,
+        "tree": lambda: TreeDrafter(medium),
+        "hierarchical": lambda: HierarchicalDrafter(small, target.related(sigma=0.5)),
+    }
+    drafter = makers[kind]()
+    runs = [run_of(CachedSequence(target), settings, 300, LONG_TEXT[:200]) for _ in range(2)]
+    plain = [event.token_id for event in autoregressive(runs[0])]
+    assert [event.token_id for event in speculative(runs[1], Limiting(drafter, 6), coupled)] == plain

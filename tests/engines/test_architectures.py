@@ -11,31 +11,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="tiny models are written by the package gguf: scripts/run.py install export")
-
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.base import Engine
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint
-from edgespec.errors import CapabilityError
+from edgespec.engines.onnx.graph import read_graph
+from edgespec.engines.onnx.kernel_engine import KernelEngine
+from edgespec.engines.onnx.source import readable_model
+from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.onnx.llama_config import WRITABLE
-from edgespec.installation import has_engine
-from edgespec.kernels.library import library_path
-from edgespec.types import Batch, Logits, packed
+from edgespec.types import Batch, packed
+from needs import NEEDS_KERNELS, NEEDS_LLAMA
 from tiled import bits
 from tiny_architectures import CASES, LONG, hub_model, with_halves, write
-from tiny_graphs import mean_kl, tiny_files
+from tiny_graphs import mean_kl, scored, tiny_files
 from tiny_mixtures import CASES as MIXTURES
 from tiny_mixtures import write as write_mixture
 
-pytestmark = pytest.mark.skipif(
-    library_path() is None, reason="the kernels are not built: scripts/run.py test builds them"
-)
-NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="compares with llama.cpp, which is not installed")
+pytestmark = NEEDS_KERNELS
 IDS = np.random.default_rng(5).integers(3, 250, 400).tolist()
 # Phi's factors of longer contexts than it was trained for have names of their own.
 NAMES = [*CASES, "phi4-long"]
@@ -68,14 +64,8 @@ def use(name: str) -> dict[str, Any]:
     return {"threads": 1, "context_length": 512 if name.endswith("-long") else 192}
 
 
-def scored(engine: Engine, ids: list[int], step: int) -> Logits:
-    """Logits of all tokens [n, vocabulary] in passes of `step` rows."""
-    engine.rollback(0)
-    return np.concatenate([engine.forward(Batch.chain(ids[at : at + step])).copy() for at in range(0, len(ids), step)])
-
-
 def test_all_that_run_are_compared() -> None:
-    others = {"qwen3moe", "gpt-oss", "gemma4", "gemma4-assistant", *HYBRIDS, *WRITABLE}
+    others = {"qwen3moe", "gpt-oss", "gemma4", "gemma4-assistant", "eagle3", "dflash", *HYBRIDS, *WRITABLE}
     assert set(KINDS) == others | {case.kind for case in CASES.values()}
 
 
@@ -150,6 +140,46 @@ def test_memory_is_what_was_planned(name: str, tiny) -> None:
         # Padding of tiles to 16 outputs, and vectors that lie in the graph.
         held = sum(each.nbytes for each in arrays)
         assert abs(planned.packed - SESSION_BYTES - held) < 0.03 * held + 20_000
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if not name.startswith("gemma4")])
+def test_the_first_layers_alone_draft(name: str, tiny) -> None:
+    """Though they are of one kind, and need not all that the model has."""
+    config = readable_model(tiny(name)).config
+    recurrent = getattr(config, "recurrent_layers", ())
+    least = 1 + next(layer for layer in range(config.num_layers) if layer not in recurrent)
+    if least == config.num_layers:
+        pytest.skip("its only attention is in its last layer")
+    with OnnxEngine.load(tiny(name), ModelUse(**use(name), exit_layer=least)) as engine:
+        with engine.first_layers(least) as first:
+            assert np.isfinite(first.forward(Batch.chain(IDS[:20]))).all()
+        for count in (least - 1, config.num_layers):
+            with pytest.raises(ConfigError, match=f"allows {least}..{config.num_layers - 1}"):
+                engine.first_layers(count)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if not name.startswith("gemma4") and name not in HYBRIDS])
+def test_heads_get_the_inputs_of_layers(name: str, tiny) -> None:
+    """What the model that the layers before make would norm for its head."""
+    last = readable_model(tiny(name)).config.num_layers - 1
+    given = ModelUse(**use(name), hidden_states=True, state_layers=(last,))
+    if name.startswith(("olmo", "exaone4")):
+        with pytest.raises(CapabilityError, match="it has no norm before it"):
+            OnnxEngine.load(tiny(name), given)
+        return
+    with OnnxEngine.load(tiny(name), given) as engine:
+        engine.forward(Batch.chain(IDS[:20]))
+        states = engine.hidden_states()
+        source = engine.source.first_layers(last)
+        graph = read_graph(source, cells=given.context_length or 0, hidden_states=True)
+        with KernelEngine(source, graph, engine.settings, source.config(), engine.vocabulary) as part:
+            part.forward(Batch.chain(IDS[:20]))
+            wanted = part.hidden_states()
+        states = states[:, : wanted.shape[1]]
+        config = source.model.config
+        weight = source._weights().vector("model.norm.weight") * config.logit_scale
+        normed = states / np.sqrt(np.square(states).mean(axis=1, keepdims=True) + config.norm_epsilon) * weight
+        np.testing.assert_allclose(normed, wanted, atol=1e-4 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -23,7 +23,7 @@ from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, StateError
 from edgespec.kernels.library import library_path
 from edgespec.types import Batch, Draft, Logits
-from gpu import is_software, needs_gpu
+from needs import is_software, needs_gpu
 from rpc import idle, needs_rpc, started
 from table_engine import TableEngine
 
@@ -188,7 +188,7 @@ def side_draft(engine: Engine) -> Draft:
 
 
 def needs_trees(engine: Engine) -> None:
-    if not engine.facts.can_tree:
+    if not engine.facts.max_branches:
         with pytest.raises(CapabilityError):
             engine.forward(Batch.tree(1, side_draft(engine)))
         pytest.skip("this engine scores chains only in reproducible mode, and says so")
@@ -289,7 +289,7 @@ def test_rolling_back_is_as_if_the_tokens_never_were(engine):
     for length in (3, 12, 1):
         score(engine, wrong[:length])
         engine.rollback(20)
-    if engine.facts.can_tree:
+    if engine.facts.max_branches:
         engine.forward(Batch.tree(1, side_draft(engine)))
         engine.rollback(20)
     np.testing.assert_array_equal(score(engine, ids[20:]), expected)
@@ -596,7 +596,7 @@ class Mirror:
 
     def tree(self, sequence: int) -> None:
         count = int(self.rng.integers(2, min(12, self.engine.most_draft_tokens + 1)))
-        reach = 4 if self.engine.facts.can_tree else 1
+        reach = 4 if self.engine.facts.max_branches else 1
         parents = np.array([self.rng.integers(max(-1, i - reach), i) for i in range(count)], np.int32)
         draft = Draft(np.array(self.ids(count), np.int32), parents, np.ones(count, np.float32))
         pending = self.ids(1)[0]

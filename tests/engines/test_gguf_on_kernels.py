@@ -154,13 +154,6 @@ def test_the_choice_of_engines():
             engine(engine="onnx", **options)
 
 
-def test_without_kernels_llama_cpp_runs_it(monkeypatch):
-    monkeypatch.setattr("edgespec.loading.requirements.library_path", lambda: None)
-    monkeypatch.setattr("edgespec.loading.requirements.why_missing", lambda: "they are not built")
-    found = resolve_pair(LoadOptions(model=str(TARGET))).files["target"]
-    assert found.engine == "llamacpp" and "they are not built" in found.note
-
-
 def test_a_file_that_is_cut_or_changed_while_it_is_read_is_an_error(tmp_path):
     path = tmp_path / "model.gguf"
     shutil.copyfile(TARGET, path)
@@ -172,17 +165,6 @@ def test_a_file_that_is_cut_or_changed_while_it_is_read_is_an_error(tmp_path):
     shutil.copyfile(TARGET, path)
     with pytest.raises(ModelFileError, match="was changed while it was read"):
         source.graph(64), source.arrays()
-
-
-def test_a_weight_that_is_no_number_is_refused(tmp_path):
-    source, path = GgufFile(TARGET), tmp_path / "model.gguf"
-    tensor = next(each for each in source.model.header.tensors if each.kind == "Q8_0")
-    content = bytearray(TARGET.read_bytes())
-    place = source.model.header.data_start + tensor.offset
-    content[place : place + 2] = np.array(np.inf, np.float16).tobytes()
-    path.write_bytes(content)
-    with pytest.raises(ModelFileError, match=f"{tensor.name} holds infinity or NaN"):
-        OnnxEngine.load(path, threads=1)
 
 
 def test_a_loaded_model_does_not_mind_what_becomes_of_its_file(tmp_path):

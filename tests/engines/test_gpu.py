@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,11 +17,11 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.engines.llamacpp.devices import gpus
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.llamacpp.footprint import footprint
-from edgespec.engines.llamacpp.library import library, listening
+from edgespec.engines.llamacpp.library import library, logger
 from edgespec.engines.model_use import ModelUse
 from edgespec.errors import CapabilityError
 from edgespec.types import Batch
-from gpu import needs_gpu
+from needs import needs_gpu
 
 CONTEXT = 512
 QUESTION = "I need a cheap place to eat Italian food in San Jose tonight."
@@ -48,11 +49,11 @@ def test_a_gpu_scores_as_the_processor_does(target_path, gpu):
 
 
 @pytest.mark.parametrize("gpu_layers", [0, 1, 3, -1])
-def test_the_plan_of_a_device_is_what_llama_cpp_puts_there(target_path, gpu, gpu_layers):
+def test_the_plan_of_a_device_is_what_llama_cpp_puts_there(target_path, gpu, gpu_layers, caplog):
     """Within a tenth and a MiB; with no layer there is nothing at all on the device."""
-    lines: list[str] = []
-    with listening(lines.append), load(target_path, gpu_layers=gpu_layers, max_batch=64):
-        found = sum(float(size) for name, size in BUFFER.findall("\n".join(lines)) if name == gpu)
+    caplog.set_level(logging.DEBUG, logger.name)
+    with load(target_path, gpu_layers=gpu_layers, max_batch=64):
+        found = sum(float(size) for name, size in BUFFER.findall("\n".join(caplog.messages)) if name == gpu)
     use = ModelUse(context_length=CONTEXT, gpu_layers=gpu_layers)
     planned = footprint(target_path, use).device / MIB
     if gpu_layers == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -18,16 +19,13 @@ from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint
 from edgespec.engines.onnx.kernel_engine import LOG, HybridEngine
 from edgespec.engines.onnx.kernel_head import load_drafter
-from edgespec.errors import BatchError, Cancelled, CapabilityError, StateError
-from edgespec.installation import has_engine
-from edgespec.kernels.library import library_path
+from edgespec.errors import BatchError, Cancelled, CapabilityError
 from edgespec.types import Batch, Draft, Logits
 from hybrid_gguf import HybridShape, tensors_of, write_granite, write_lfm2, write_qwen35
+from needs import NEEDS_KERNELS, NEEDS_LLAMA
 from tiny_gguf import replace_metadata, write_model
 
-pytestmark = pytest.mark.skipif(
-    library_path() is None, reason="the kernels are not built: scripts/run.py test builds them"
-)
+pytestmark = NEEDS_KERNELS
 PROMPT = "the cat sat on the mat, the cat sat on the"
 OPTIONS = GenerateOptions(max_tokens=48, ignore_eos=True, logprobs=True)
 
@@ -63,21 +61,19 @@ def chained(engine: HybridEngine, ids: list[int]) -> Logits:
     return engine.forward(Batch.chain(ids)).copy()
 
 
+@NEEDS_LLAMA
 def test_logits_are_those_of_llama_cpp(hybrid: Path, engine: HybridEngine) -> None:
     """Whose gated delta nets add up rows in blocks; both keep keys and values in half precision."""
-    if not has_engine("llamacpp"):
-        pytest.skip("compares with llama.cpp, which is not installed")
     ids = ids_of(100)
     with LlamaCppEngine.load(hybrid, context_length=400, threads=1) as theirs:
         wanted = theirs.forward(Batch.chain(ids)).copy()
     assert np.abs(chained(engine, ids) - wanted).max() < 5e-3 * wanted.std()
 
 
+@NEEDS_LLAMA
 @pytest.mark.parametrize("write", [write_qwen35, write_lfm2, write_granite])
 def test_with_weights_of_4_bits_logits_are_near_those_of_llama_cpp(write: Callable[..., Path], tmp_path: Path) -> None:
     """Both round activations, each in its way."""
-    if not has_engine("llamacpp"):
-        pytest.skip("compares with llama.cpp, which is not installed")
     path = write(tmp_path / "four.gguf", HybridShape(weights=gguf.GGMLQuantizationType.Q4_0))
     with opened(path) as ours, LlamaCppEngine.load(path, context_length=400, threads=1) as theirs:
         found, wanted = chained(ours, ids_of(100)), theirs.forward(Batch.chain(ids_of(100))).copy()
@@ -167,24 +163,18 @@ def test_a_pass_that_fails_leaves_the_text_as_it_was(
     expected = chained(engine, ids_of(9, seed=5))
     engine.rollback(0)
     chained(engine, text)
-    run = KernelRun(engine)
-    monkeypatch.setattr(engine, "_run", run)
+    run = engine._run
+
+    def cancelled(*given: Any) -> Logits:
+        run(*given)
+        raise Cancelled("the pass was cancelled")
+
+    monkeypatch.setattr(engine, "_run", cancelled)
     with pytest.raises(Cancelled):
         engine.forward(Batch.chain(ids_of(width, seed=6), last_only=True))
     monkeypatch.undo()
     assert engine.length() == 60
     assert np.array_equal(chained(engine, ids_of(9, seed=5)), expected)
-
-
-class KernelRun:
-    """A pass that is cancelled after it has run."""
-
-    def __init__(self, engine: HybridEngine) -> None:
-        self._run: Callable[..., Logits] = engine._run
-
-    def __call__(self, *given: object) -> Logits:
-        self._run(*given)
-        raise Cancelled("the pass was cancelled")
 
 
 def test_a_text_returns_to_its_checkpoints(engine: HybridEngine) -> None:
@@ -206,13 +196,6 @@ def test_a_text_returns_to_its_checkpoints(engine: HybridEngine) -> None:
         assert np.array_equal(chained(engine, ids_of(LOG, seed=3)), expected[length])
     engine.rollback(0)
     assert engine.reachable(100) == 100 and engine.length() == 0
-
-
-def test_damaged_states_are_refused(engine: HybridEngine) -> None:
-    chained(engine, ids_of(20))
-    for state in (b"", bytes(100)):
-        with pytest.raises(StateError, match="is damaged"):
-            engine._restore(memoryview(state), 20, 0)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +27,14 @@ from edgespec.engines.llamacpp import library as llama_library
 from edgespec.engines.llamacpp import settings
 from edgespec.engines.llamacpp.devices import gpus, overriding
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.llamacpp.library import library, listening
+from edgespec.engines.llamacpp.library import library, logger
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.errors import (
     BatchError,
     Cancelled,
     CapabilityError,
     ConfigError,
+    ContextFull,
     EngineError,
     PromptError,
     StateError,
@@ -51,22 +55,27 @@ def chain(engine: LlamaCppEngine, ids, sequence: int = 0) -> np.ndarray:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a console's Ctrl-C is not raised like this on Windows")
-def test_ctrl_c_in_the_log_of_a_load_is_not_lost(tiny_path):
+def test_ctrl_c_in_the_log_of_a_load_is_not_lost(tiny_path, caplog):
     """Python drops what is raised in a callback: the load, and all that came after it, went on."""
-    lines: list[str] = []
+    records: list[logging.LogRecord] = []
 
-    def interrupt(line: str) -> None:
-        if not lines:
+    def interrupt(record: logging.LogRecord) -> bool:
+        if not records:
             signal.raise_signal(signal.SIGINT)
-        lines.append(line)
+        records.append(record)
+        return True
+
+    caplog.set_level(logging.DEBUG, logger.name)
+    logger.addFilter(interrupt)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
-        with listening(interrupt), pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
             load(tiny_path)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert lines
+        logger.removeFilter(interrupt)
+    assert records
     load(tiny_path).close()
 
 
@@ -119,11 +128,11 @@ def test_where_a_gpu_is_full_the_advice_is_to_place_fewer_layers(tiny_path, monk
     assert ("-ngl auto" in str(caught.value)) == bool(gpu_layers)
 
 
-def test_tensors_go_where_their_names_say(tiny_path):
-    lines: list[str] = []
-    with listening(lines.append), load(tiny_path, overrides=((r"blk\.1\.ffn_(up|down)", "CPU"),)) as engine:
+def test_tensors_go_where_their_names_say(tiny_path, caplog):
+    caplog.set_level(logging.DEBUG, logger.name)
+    with load(tiny_path, overrides=((r"blk\.1\.ffn_(up|down)", "CPU"),)) as engine:
         found = chain(engine, [1, 2, 3])
-    moved = {line.split()[1] for line in lines if "buffer type overridden to CPU" in line}
+    moved = {line.split()[1] for line in caplog.messages if "buffer type overridden to CPU" in line}
     assert moved == {"blk.1.ffn_up.weight", "blk.1.ffn_down.weight"}
     with load(tiny_path) as engine:
         np.testing.assert_array_equal(found, chain(engine, [1, 2, 3]))
@@ -135,20 +144,6 @@ def test_tensors_go_where_their_names_say(tiny_path):
         load(tiny_path, overrides=(("blk", "Vulkan77"),))
     with pytest.raises(ConfigError, match="knows no such expressions"):
         load(tiny_path, overrides=(("(?P<name>blk)", "CPU"),))
-
-
-def test_facts_are_what_the_file_holds(tiny_path):
-    with load(tiny_path, context_length=None, max_sequences=2) as engine:
-        shape = Shape()
-        values = 2 * shape.layers * shape.width // shape.heads * shape.kv_heads
-        assert engine.facts.architecture == "llama"
-        assert engine.facts.context_length == shape.context
-        assert engine.facts.can_rollback
-        assert engine.facts.can_tree
-        assert engine.facts.threads == TEST_THREADS
-        assert 0.9 * tiny_path.stat().st_size < engine.facts.weight_bytes < tiny_path.stat().st_size
-        assert 2 * values <= engine.facts.kv_bytes_per_token <= 2 * values + 64
-        assert engine.length(0) == engine.length(1) == 0
 
 
 @pytest.mark.parametrize("kind", ["f32", "bf16", "q8_0", "q4_0"])
@@ -178,6 +173,32 @@ def test_a_tree_of_too_many_branches_is_refused(tiny_path):
         with pytest.raises(BatchError, match="9 side branches"):
             engine.forward(Batch.tree(1, star))
         assert chain(engine, [1, 2]).shape == (2, engine.vocabulary.size)
+
+
+def test_trees_of_other_sequences_keep_and_leave_their_branches(tiny_path, monkeypatch):
+    """A tree that waits keeps its ids; one whose pass failed does not."""
+    star = Draft(np.arange(3, dtype=np.int32), np.full(3, -1, np.int32), np.ones(3, np.float32))
+
+    def on(sequence: int) -> Batch:
+        return Batch.tree(1, star, sequence=sequence)
+
+    with load(tiny_path, max_branches=4, max_sequences=3) as engine:
+        for sequence in range(3):
+            chain(engine, [5, 6, 7 + sequence], sequence)
+        expected = chain(engine, [1, 1])[1]
+        engine.rollback(3)
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "_decode", lambda *_: 1)
+            with pytest.raises(ContextFull):
+                engine.forward(on(2))
+        found = engine.forward(on(0)).copy()
+        engine.forward(on(1))
+        with pytest.raises(BatchError, match="room for 0"):
+            engine.forward(on(2))
+        engine.keep_path((0, 2))
+        np.testing.assert_allclose(found[2], expected, atol=0.02 * expected.std())
+        assert engine.forward(on(2)).shape == found.shape
+        assert engine.length() == 5 and engine.length(1) == engine.length(2) == 3
 
 
 def test_loading_is_quiet_and_lazy(tiny_path, capfd):
@@ -286,8 +307,25 @@ def test_cancel_ends_a_pass_in_the_middle(slow_path):
         np.testing.assert_array_equal(engine.forward(batch), expected)
 
 
+@contextmanager
+def struck(engine: LlamaCppEngine, number: int = 1) -> Iterator[None]:
+    """Ctrl-C right after this pass of the library."""
+    decode, passes = engine._decode, list[int]()
+
+    def decoding(*rows: Any) -> int:
+        passes.append(decode(*rows))
+        if len(passes) == number:
+            raise KeyboardInterrupt
+        return passes[-1]
+
+    engine._decode = decoding
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    engine._decode = decode
+
+
 @pytest.mark.parametrize("is_tree", [False, True])
-def test_an_interrupt_right_after_a_pass_leaves_a_usable_cache(tiny_path, monkeypatch, is_tree):
+def test_an_interrupt_right_after_a_pass_leaves_a_usable_cache(tiny_path, is_tree):
     draft = Draft(np.array([1, 2, 3], np.int32), np.array([-1, 0, -1], np.int32), np.ones(3, np.float32))
     batch = Batch.tree(9, draft) if is_tree else Batch.chain([9])
     with load(tiny_path, reproducible=not is_tree) as engine:
@@ -295,50 +333,25 @@ def test_an_interrupt_right_after_a_pass_leaves_a_usable_cache(tiny_path, monkey
         chain(engine, prompt)
         expected = engine.forward(batch).copy()
         engine.rollback(20)
-        decode = engine._decode
-
-        def struck(*given) -> int:
-            decode(*given)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(engine, "_decode", struck)
-        with pytest.raises(KeyboardInterrupt):
+        with struck(engine):
             engine.forward(batch)
-        monkeypatch.undo()
         assert engine.length() == 20
         np.testing.assert_array_equal(engine.forward(batch), expected)
 
 
 @pytest.mark.parametrize("reader", ["save", "fork"])
-def test_what_an_interrupted_pass_left_is_not_passed_on(tiny_path, monkeypatch, reader):
+def test_what_an_interrupted_pass_left_is_not_passed_on(tiny_path, reader):
     with load(tiny_path, max_sequences=2) as engine:
         chain(engine, range(20))
         expected = chain(engine, [7, 8])
         engine.rollback(20)
-        decode = engine._decode
-
-        def struck(*given) -> int:
-            decode(*given)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(engine, "_decode", struck)
-        with pytest.raises(KeyboardInterrupt):
+        with struck(engine):
             chain(engine, [1, 2, 3])
-        monkeypatch.undo()
         if reader == "save":
             engine.load_state(engine.save_state(0), 1)
         else:
             engine.fork(0, 1)
         np.testing.assert_allclose(chain(engine, [7, 8], 1), expected, atol=0.05 * expected.std())
-
-
-def test_a_failure_of_the_library_keeps_its_reason(tiny_path):
-    with load(tiny_path) as engine:
-        chain(engine, [1, 2, 3])
-        engine._rows.positions[:] = 0
-        engine._rows.fill = lambda *_: None  # rows that contradict the cache, as a bug of ours would send
-        with pytest.raises(EngineError, match=r"result -1.*position"):
-            engine.forward(Batch.chain([1]))
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -348,20 +361,8 @@ def test_a_recurrent_model_goes_on_after_an_interrupted_pass(tmp_path, number):
         ids, options = list(range(5, 15)), GenerateOptions(max_tokens=8, ignore_eos=True)
         expected = model.generate(ids, Sampling(), options)
         model.forget()
-        engine, passes = model.target, list[Any]()
-        assert isinstance(engine, LlamaCppEngine)
-        decode = engine._decode
-
-        def interrupted(*rows):
-            passes.append(decode(*rows))
-            if len(passes) == number:
-                raise KeyboardInterrupt
-            return passes[-1]
-
-        engine._decode = interrupted
-        with pytest.raises(KeyboardInterrupt):
+        with struck(model.target, number):
             model.generate(ids, Sampling(), options)
-        engine._decode = decode
         found = model.generate([*ids, *expected.token_ids[:4]], Sampling(), replace(options, max_tokens=4))
         assert found.token_ids == expected.token_ids[4:]  # read at once, so that only rounding may differ
         np.testing.assert_allclose(found.logprobs, expected.logprobs[4:], atol=1e-4)

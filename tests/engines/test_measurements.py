@@ -7,32 +7,20 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.booked import fault_of
 from edgespec.platform import disk_cache
 from edgespec.platform.disk_cache import Seconds, cache_folder
 from tiny_gguf import write_model
-
-VALUES: tuple[Any, ...] = (1, 0.1, "é", [1, [2.5, None]], {"a": {"b": [True]}}, {"1": 2})
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
     return tmp_path
-
-
-@pytest.mark.parametrize("value", VALUES)
-def test_what_was_kept_comes_back(home: Path, value: Any) -> None:
-    disk_cache.put("kind", "key", value)
-    assert disk_cache.get("kind", "key") == value
-    assert disk_cache.get("kind", "key", tuple[str, str]) is None
-    assert disk_cache.get("kind", "other") is None
 
 
 def test_what_cannot_be_kept_leaves_nothing(home: Path) -> None:
@@ -88,14 +76,6 @@ def test_no_entry_can_fail_a_run(home: Path, kind: str, onnx_path: Path, target_
 
 
 # -- weights that give garbage
-
-
-def test_logits_that_say_nothing_are_told() -> None:
-    rows = np.random.default_rng(0).standard_normal((4, 9)).astype(np.float32)
-    assert fault_of(rows) == ""
-    assert "same score" in fault_of(np.zeros_like(rows))
-    assert "same score" in fault_of(np.where(np.arange(4)[:, None] == 2, np.float32(3), rows))
-    assert "not numbers" in fault_of(np.where(np.arange(9) == 2, np.float32(np.nan), rows))
 
 
 def test_weights_that_are_all_zero_are_refused(home: Path, tmp_path: Path) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
-from threading import Event, Thread
-from time import perf_counter
 from typing import Any
 
 import pytest
@@ -94,28 +91,3 @@ def test_tokens_that_fill_a_gap_are_found_by_their_names(opened: Open, is_specia
     assert found.fim == FimTokens(*ids[:5]) and set(ids[3:]) <= found.end_ids
     assert not set(ids[:3]) & found.end_ids
     assert opened(tokenizer, ids[0]).fim is None, "the model has no rows for them"
-
-
-def test_other_threads_go_on_while_a_long_text_is_read(opened: Open):
-    vocabulary = opened(byte_level_tokenizer("smollm"))
-    text = "a word of many " * 60_000
-
-    def longest_wait() -> float:
-        """Of another thread, as a share of the time that reading takes."""
-        ticks, is_done = [perf_counter()], Event()
-
-        def tick() -> None:
-            while not is_done.wait(0.001):
-                ticks.append(perf_counter())
-
-        beside = Thread(target=tick)
-        beside.start()
-        began_s = perf_counter()
-        assert vocabulary.decode(vocabulary.encode(text)) == text
-        took_s = perf_counter() - began_s
-        is_done.set()
-        beside.join()
-        return max(after - before for before, after in pairwise(ticks)) / took_s
-
-    # Other load may keep the thread waiting, too; a reader that never lets go does so every time.
-    assert any(longest_wait() < 0.5 for _ in range(6))

@@ -11,7 +11,7 @@ import pytest
 import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.llamacpp.footprint import MOST_SNAPSHOTS, RunningState, footprint
+from edgespec.engines.llamacpp.footprint import MOST_SNAPSHOTS, footprint, num_snapshots, state_bytes
 from edgespec.engines.model_use import MOST_CHECKPOINTS, ModelUse
 from edgespec.engines.sequence import PROMPT_END
 from edgespec.errors import CapabilityError
@@ -172,22 +172,22 @@ def test_reproducible_mode_is_refused_by_name(hybrid: Path) -> None:
 
 
 def test_the_state_has_the_planned_size(hybrid: Path) -> None:
-    state = RunningState.of(read_header(hybrid))
-    assert state is not None and state.has_snapshots
+    state = state_bytes(read_header(hybrid))
+    assert state and num_snapshots(read_header(hybrid), speculates=True) == MOST_SNAPSHOTS
     with opened(hybrid) as engine:
         engine.forward(Batch.chain(range(10)))
         keys_and_values = 10 * engine.facts.kv_bytes_per_token
-        assert 0 <= len(engine.save_state()) - keys_and_values - state.num_bytes < 1000
+        assert 0 <= len(engine.save_state()) - keys_and_values - state < 1000
         planned = footprint(hybrid, ModelUse(256)).cache
         plain = footprint(hybrid, ModelUse(256, speculates=False)).cache
-        assert planned - plain == MOST_SNAPSHOTS * state.num_bytes
-        assert plain > (1 + MOST_CHECKPOINTS) * state.num_bytes
+        assert planned - plain == MOST_SNAPSHOTS * state
+        assert plain > (1 + MOST_CHECKPOINTS) * state
 
 
 def test_a_model_without_snapshots_decodes_plainly(tmp_path: Path) -> None:
     path = write_recurrent_model(tmp_path / "mamba.gguf")
-    state = RunningState.of(read_header(path))
-    assert state is not None and not state.has_snapshots
+    header = read_header(path)
+    assert state_bytes(header) and not num_snapshots(header, speculates=True)
     with edgespec.load(path, threads=1, engine="llamacpp", drafter="ngram") as model:
         assert "speculation is off: this model cannot roll back its state" in model.notes
         assert model.generate(PROMPT, options=GenerateOptions(max_tokens=5)).stats.drafted_tokens == 0

@@ -26,9 +26,9 @@ from edgespec.engines.base import Engine
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.onnx.engine import OnnxEngine
 from edgespec.errors import ConfigError
-from edgespec.kernels.library import library_path
 from edgespec.types import Batch
 from lossless import PROMPTS
+from needs import NEEDS_KERNELS
 
 CONTEXT = 1024
 CACHED = (40, 500, 700)
@@ -108,17 +108,16 @@ def test_texts_are_the_same_whatever_the_threads_do(drafter: str) -> None:
             assert events.logprob == expected.logprobs[step]
 
 
+@NEEDS_KERNELS
 def test_on_the_kernels_one_thread_and_two_give_the_same_bits_and_go_on_from_the_same_cache(target_path: Path) -> None:
     with OnnxEngine.load(target_path, context_length=800, threads=2) as engine:
-        if engine.facts.can_tree is False:
-            pytest.skip("the kernels are not built")
         two, one = snapshot(engine, lambda turn: None), snapshot(engine, lambda turn: assert_set(engine, 1))
         assert two == one == snapshot(engine, lambda turn: assert_set(engine, 1 + turn % 2))
         with pytest.raises(ConfigError, match=r"loaded for 1\.\.2"):
             engine.set_threads(3)
 
 
-@pytest.mark.skipif(library_path() is None, reason="the kernels are not built")
+@NEEDS_KERNELS
 def test_more_callers_at_once_than_the_kernels_have_teams_of_threads_get_the_same_bits() -> None:
     batch = Batch.chain(np.arange(40) % 290)
     with ExitStack() as opened:
@@ -139,7 +138,8 @@ def test_more_callers_at_once_than_the_kernels_have_teams_of_threads_get_the_sam
             assert all(pool.map(score, engines))
 
 
-@pytest.mark.skipif(library_path() is None or not hasattr(os, "fork"), reason="no kernels, or no fork")
+@NEEDS_KERNELS
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_fork_has_threads_of_its_own() -> None:
     """The parent's do not exist there, and nobody waits for them."""
     code = """

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import edgespec
-from edgespec import GenerateOptions, Sampling
+from edgespec import Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines import widths
@@ -213,18 +211,3 @@ def test_keys_in_q8_0_spare_lone_rows_the_padding(target_path: Path) -> None:
     for kind, lowest in (("q8_0", 1), ("f16", 2)):
         with LlamaCppEngine.load(target_path, reproducible=True, threads=2, cache_type_k=kind) as engine:
             assert engine.facts.pinned_class == (lowest, 63)
-
-
-@pytest.mark.skipif("EDGESPEC_TEST_MODEL" not in os.environ, reason="EDGESPEC_TEST_MODEL names no real model's GGUF")
-def test_a_real_model_writes_the_same_with_and_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens and log probabilities, past 512 cells too, with the watch looking often."""
-    monkeypatch.setattr(widths, "SHARE", 0.1)
-    with edgespec.load(os.environ["EDGESPEC_TEST_MODEL"], reproducible=True, threads=2) as model:
-        ids = model.encode_chat([{"role": "user", "content": "Repeat and continue: " + widths.TEXT[:1200]}])
-        for sampling in (GREEDY, Sampling(seed=5)):
-            texts = [
-                model.generate(ids, sampling, GenerateOptions(max_tokens=64, drafter=drafter, draft_length=length))
-                for drafter, length in (("none", 0), ("ngram", 5), ("suffix", 2), ("auto", "auto"))
-            ]
-            assert len({(found.token_ids, found.logprobs) for found in texts}) == 1
-            assert all(found.reproducible for found in texts)

@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("llama_cpp", reason="llama.cpp is not installed")
-
 import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.llamacpp.engine import LlamaCppEngine

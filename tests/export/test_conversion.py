@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from demo import DEMO
 from edgespec.cli.main import cli
 from edgespec.export import pair as pairs
-from edgespec.export import room
+from edgespec.export import source as sources
 from edgespec.export.check import Limits, limits_of
 from edgespec.formats.manifest import read_pair
 from gguf_conversions import answer, export, export_without
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def without_transformers(monkeypatch: pytest.MonkeyPatch):
     """What a machine with edgespec and llama.cpp has."""
-    for module in (pairs, room):
+    for module in (pairs, sources):
         monkeypatch.setattr(module, "has_transformers", lambda: False)
 
 

@@ -85,7 +85,7 @@ def test_a_model_is_exported_by_the_name_that_it_runs_by(tmp_path, monkeypatch):
     ("arguments", "said"),
     [
         (["--quant", "q4_km"], "did you mean 'q4_k_m'"),
-        (["--to", "ggf"], "did you mean 'gguf'"),
+        (["--to", "ggf"], "is not one of 'gguf', 'onnx', 'both'"),
         (["--draft-quant", "f16"], "there is no draft"),
         (["--revision", "main"], "is a folder"),
         (["--draft", "/nonexistent/folder"], "no folder '/nonexistent/folder'"),

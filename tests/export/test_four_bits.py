@@ -17,7 +17,7 @@ from demo import DEMO, TEST_THREADS
 from edgespec.errors import ModelFileError
 from edgespec.export.gguf.convert import quantise
 from edgespec.export.onnx.writer import kept_in_more, open_gguf
-from edgespec.export.room import facts_of_gguf
+from edgespec.export.source import of_gguf
 from edgespec.formats.onnx.forms import quantise_blocks
 from edgespec.formats.onnx.four_bits import STORED_TYPES, fit, take_apart
 from needs import NEEDS_LLAMA
@@ -113,7 +113,7 @@ def test_a_mix_of_types_is_kept(q4_k_m_path: Path, tmp_path: Path):
     kinds = operators(made)
     assert kinds["4 bits, zero points"] > kinds["8 bits"] > 1
     size = sum(file.stat().st_size for file in made.parent.glob("*.data"))
-    assert size < facts_of_gguf(model).output_bytes("onnx", "int4")
+    assert size < of_gguf(model).output_bytes("onnx", "int4")
     size = json.loads((DEMO / "hf" / "target" / "config.json").read_text())["vocab_size"]
     ids = [size // (token + 2) for token in TOKEN_IDS]
     exact = logits(graph(q4_k_m_path, tmp_path / "float", "fp32"), ids)

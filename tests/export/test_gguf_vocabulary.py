@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("llama_cpp", reason="the comparison is with llama.cpp: scripts/run.py install llamacpp")
-
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import ModelFileError
@@ -127,18 +125,6 @@ def test_ids_that_a_file_lacks_are_those_llama_cpp_takes(tmp_path: Path, model: 
     ours = converted(path)
     with VocabularyFile(path) as theirs:
         assert [getattr(ours, name) for name in IDS] == [getattr(theirs, name) for name in IDS]
-
-
-@pytest.mark.parametrize("kind", [NORMAL, USER_DEFINED])
-def test_the_end_of_a_turn_is_a_control_token_whatever_the_file_says(tmp_path: Path, kind: int) -> None:
-    """Else what a user writes would end the turn, and it would be printed."""
-    path = written(tmp_path, words("abc", **{"<|im_end|>": (-1.0, kind)}))
-    ours = converted(path)
-    with VocabularyFile(path) as theirs:
-        assert ours.pieces == theirs.pieces
-        for special in (False, True):
-            ids = theirs.encode("a<|im_end|>b", parse_special=special)
-            assert ours.encode("a<|im_end|>b", parse_special=special) == ids
 
 
 NAMES = ["<|im_end|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<eos>", "[EOS]", "<|end|>", "<EOT>", "[e~[",

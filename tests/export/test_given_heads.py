@@ -13,12 +13,11 @@ from click.testing import CliRunner
 
 from demo import DEMO
 from edgespec.cli.main import cli
-from edgespec.config.options import LoadOptions
 from edgespec.formats.head_file import read_head_file
 from edgespec.formats.manifest import read_pair, sha256_of
 from edgespec.loading import requirements as given_heads
-from edgespec.loading.own_models import drafted_from, pair_bytes
-from edgespec.loading.requirements import SHIPPED, Chosen, shipped_heads, target_use
+from edgespec.loading.own_models import drafted_from
+from edgespec.loading.requirements import SHIPPED, shipped_heads
 from edgespec.platform.files import shipped_models
 from gguf_conversions import export
 from needs import NEEDS_LLAMA
@@ -37,9 +36,8 @@ def answer(model: Path, *options: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("source", [TARGET, DEMO / "hf" / "target"])
-def test_the_heads_draft_and_change_no_text(source: Path, tmp_path: Path) -> None:
-    result = export(source, tmp_path / "pair", "--draft", str(HEADS))
+def test_the_heads_draft_and_change_no_text(tmp_path: Path) -> None:
+    result = export(TARGET, tmp_path / "pair", "--draft", str(HEADS))
     assert result.exit_code == 0, result.output
     pair = read_pair(tmp_path / "pair")
     assert pair.draft is None
@@ -90,21 +88,17 @@ def shipped(folder: Path, sha256: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("quant", sorted(given_heads.GAINING))
-def test_a_pair_of_a_known_file_gets_its_heads(quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_of_a_known_file_gets_its_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = shipped(tmp_path / "models", sha256_of(TARGET))
     monkeypatch.setattr(given_heads, "shipped_models", lambda: tmp_path / "models")
     assert shipped_heads(TARGET) == shipped_heads(TARGET, sha256_of(TARGET)) == path
     assert shipped_heads(DEMO / "hf" / "target") is shipped_heads(tmp_path / "none.gguf") is None
     for arguments, wanted in (((), {"eagle"}), (("--draft", "none"), set())):
         output = tmp_path / f"pair-{len(arguments)}"
-        result = export(TARGET, output, "--quant", quant, "--no-check", *arguments)
+        result = export(TARGET, output, "--quant", min(given_heads.GAINING), "--no-check", *arguments)
         assert result.exit_code == 0, result.output
-        pair, options = read_pair(output), LoadOptions(str(output))
-        assert pair.heads.keys() == wanted
-        assert drafted_from(pair) == ("eagle heads" if wanted else "")
-        assert (pair_bytes(pair) > pair_bytes(replace(pair, heads={}))) == bool(wanted)
-        assert target_use(options, Chosen.of(options, pair)).speculates is bool(wanted)
+        pair = read_pair(output)
+        assert pair.heads.keys() == wanted and drafted_from(pair) == ("eagle heads" if wanted else "")
         assert ("has for this file" in result.stderr) == bool(wanted)
 
 

@@ -54,7 +54,7 @@ def test_a_model_is_fetched_once_and_found_again_without_a_network(tmp_path, mod
         assert code == 0, said
         fetched = {asked.rpartition("/")[2] for asked in hub.asked if asked.startswith("GET edge/")}
         assert fetched == {"config.json", "tokenizer.json", "tokenizer_config.json", "README.md", "model.safetensors"}
-        assert "fetching model.safetensors, 1.84 MB" in said
+        assert "fetching model.safetensors, 2 MiB" in said
         code, _, said = export(tmp_path / "offline", cache, hub.endpoint, ID, HF_HUB_OFFLINE="1")
         assert code == 0, said
         assert "using the cached copy" in said and "HF_HUB_OFFLINE forbids downloads" in said

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec.errors import ConfigError, ModelFileError, StateError
-from edgespec.export.gguf.convert import GGUF_QUANTS, check_quant, convert, quantise
+from edgespec.errors import ModelFileError, StateError
+from edgespec.export.gguf.convert import GGUF_QUANTS, convert, quantise
 from edgespec.formats.gguf.check import check_gguf
-from tiny_checkpoints import CASES, write_checkpoint
+from tiny_checkpoints import write_checkpoint
 from tiny_graphs import export_gguf, logits
 
 LEAST_CORRELATION = {"q2": 0.5, "q3": 0.8, "q4": 0.93, "q5": 0.98, "q6": 0.99}  # of random weights' logits
@@ -42,18 +42,7 @@ def test_every_usual_type_stays_close(wide: Path, wide_gguf: Path, tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_architecture_can_be_quantised(tmp_path: Path, case: str):
-    folder = write_checkpoint(tmp_path / "hf", case)
-    export_gguf(folder, tmp_path / "out.gguf", "q5_0", threads=1)
-    convert(folder, tmp_path / "exact.gguf", "f32")
-    wanted, found = logits(tmp_path / "exact.gguf"), logits(tmp_path / "out.gguf")
-    assert np.corrcoef(wanted.ravel(), found.ravel())[0, 1] > 0.95
-
-
 def test_bad_requests(wide: Path, wide_gguf: Path, tmp_path: Path):
-    with pytest.raises(ConfigError, match="'q9_z' is not known; allowed: f32, f16, bf16, q8_0"):
-        check_quant("q9_z")
     quantise(wide_gguf, tmp_path / "q4.gguf", "q4_0", threads=1)
     with pytest.raises(ModelFileError, match=r"cannot be quantised by llama\.cpp: .*requantizing from type q4_0"):
         quantise(tmp_path / "q4.gguf", tmp_path / "out.gguf", "q5_0", threads=1)

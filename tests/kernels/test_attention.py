@@ -83,8 +83,11 @@ class Model:
     def chain(self, slot: int, start: int, stop: int) -> Floats:
         return self.run(self.texts[slot, start:stop], chain(slot, start, stop))
 
-    def reference(self, slot: int) -> NDArray[np.float64]:
-        """All results of a text in double precision, keys and values as the cache rounds them (F16)."""
+    def reference(self, slot: int, block: int = LENGTH) -> NDArray[np.float64]:
+        """All results of a text in double precision, keys and values as the cache rounds them (F16).
+
+        Rows from `block` on see one another.
+        """
         joined = self.texts[slot].astype(np.float64).reshape(LENGTH, -1, SIZE)
         queries = HEADS * (1 + self.gated)
         q, k, v = np.split(joined, [queries, queries + KV_HEADS], 1)
@@ -104,7 +107,7 @@ class Model:
         if self.cap:
             scores = self.cap * np.tanh(scores / self.cap)
         i, j = np.ogrid[:LENGTH, :LENGTH]
-        scores[:, (j > i) | (bool(self.window) & (j <= i - self.window))] = -np.inf
+        scores[:, (j > i) & (i < block) | (bool(self.window) & (j <= i - self.window))] = -np.inf
         weights = np.exp(scores - scores.max(2, keepdims=True))
         total = weights.sum(2)
         if self.has_sinks:
@@ -131,6 +134,22 @@ def test_results_are_those_of_double_precision(variant: dict[str, bool]) -> None
     model = Model(**variant)
     got = np.concatenate([model.chain(1, start, stop) for start, stop in cut(np.random.default_rng(0), 200)])
     np.testing.assert_allclose(got, model.reference(1), rtol=0, atol=8e-3)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("count", [3, 80])
+def test_rows_of_a_block_see_one_another(variant: dict[str, bool], count: int) -> None:
+    """And have the same bits beside other texts, with more threads, and where the block was there before."""
+    start, found = LENGTH - count, []
+    rows = [(1, at, at, at - LENGTH) for at in range(start, LENGTH)]
+    for threads, others in ((1, 0), (3, 7)):
+        model = Model(threads=threads, **variant)
+        model.chain(1, 0, start)
+        joined = np.concatenate((model.texts[0, :others], model.texts[1, start:]))
+        for _ in range(2):
+            found.append(model.run(joined, [*chain(0, 0, others), *rows])[others:])
+    np.testing.assert_allclose(found[0], model.reference(1, start)[start:], rtol=0, atol=8e-3)
+    assert all(np.array_equal(bits(each), bits(found[0])) for each in found)
 
 
 def test_a_q8_0_cache_is_near_a_f16_one() -> None:
@@ -233,7 +252,8 @@ def test_rows_outside_the_cache_are_errors() -> None:
         ((0, 0, CHUNKS * CHUNK, -1), f"cell {CHUNKS * CHUNK}"),
         ((0, 0, -1, -1), "cell -1"),
         ((0, 1, 1, 0), "parent 0"),
-        ((0, 1, 1, -2), "parent -2"),
+        ((0, 1, 1, -2), "parent -2"),  # nothing fills the cell behind it
+        ((0, 1, 1, -(1 << 31)), "parent -2147483648"),
     ):
         with pytest.raises(Exception, match=message):
             model.run(model.texts[0, :1], [row])

@@ -1,8 +1,10 @@
-"""What is given up for a budget, in which order, and what is refused."""
+"""What is given up for a budget, in which order, and what is refused; budgets as users write them."""
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,15 @@ from click.testing import CliRunner
 import edgespec
 from edgespec.cli.main import cli
 from edgespec.config.options import LoadOptions
+from edgespec.config.values import as_size, budget_bytes
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.header import keeping_headers
-from edgespec.loading.requirements import resolve_pair
-from edgespec.memory.fit import Fitted, fit
-from edgespec.memory.plan import Room
+from edgespec.formats.manifest import ModelPair
+from edgespec.loading.requirements import resolve_pair, without_drafts
+from edgespec.memory.fit import COMFORTABLE_CONTEXT, Fitted, fit
+from edgespec.memory.plan import Plan, Room, planned
 from edgespec.platform.memory import Limit
+from llama_headers import LLAMA_8B, LLAMA_70B, write_header
 from tiny_gguf import write_model
 
 MIB = 1 << 20
@@ -170,17 +175,6 @@ def test_a_context_of_auto_is_the_largest_that_fits(long_model: str) -> None:
     assert more.plan.total_bytes > whole.plan.total_bytes * 2 // 3, "not even one step more fits"
 
 
-@keeping_headers()
-def test_a_context_of_auto_gives_nothing_up_or_is_the_default() -> None:
-    for size in range(40 * MIB, 140 * MIB, 10 * MIB):
-        try:
-            usual = fitted(size, engine="llamacpp")
-        except CapabilityError:
-            continue
-        found = fitted(size, engine="llamacpp", context_length="auto")
-        assert not found.given_up or found == usual
-
-
 def test_auto_is_for_this_machines_memory() -> None:
     for options in ({"gpu_layers": "auto"}, {"gpu_layers": 4}, {"provider": "cuda"}, {"rpc": "host:1"}):
         with pytest.raises(ConfigError, match="context_length auto is chosen by this machine's memory"):
@@ -198,3 +192,118 @@ def test_a_context_of_the_command_line(long_model: str) -> None:
 def test_a_model_of_context_auto_runs(long_model: str) -> None:
     with edgespec.load(long_model, context_length="auto", memory="200MB", drafter="none") as model:
         assert 4096 < model.context_length == model.options.context_length
+
+
+# -- budgets as users write them
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("6GiB", 6 * GIB),
+        ("6G", 6 * GIB),
+        ("6gb", 6_000_000_000),
+        (" 1.5 GiB ", 3 * GIB // 2),
+        ("512MB", 512_000_000),
+        ("512m", 512 << 20),
+        ("700k", 700 << 10),
+        ("1TiB", 1 << 40),
+        ("1234567", 1234567),
+        ("6000000000000", 6_000_000_000_000),
+        (99, 99),
+    ],
+)
+def test_sizes(text: str | int, num_bytes: int) -> None:
+    assert budget_bytes(text) == num_bytes
+
+
+def test_shares_of_what_is_free() -> None:
+    assert [budget_bytes(text, 1000) for text in ("auto", "AUTO ", "80%", "12.5 %", "100%")] == [
+        *(None, None, 800, 125, 1000)
+    ]
+    assert budget_bytes("80%") is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "6 gigs", "-1G", "0", "0%", "101%", "1e9", "GiB", "six", 0, -5, True, 1.5, "9" * 40, "٣G"]
+)
+def test_what_is_no_size_is_refused_with_what_is(text: object) -> None:
+    with pytest.raises(ConfigError, match="allowed: auto, a share of the free memory such as 80%, or a size"):
+        edgespec.LoadOptions(memory=text)  # type: ignore[arg-type]
+
+
+def test_sizes_for_people() -> None:
+    assert (as_size(300 << 20), as_size(3 * GIB // 2)) == ("300 MiB", "1.50 GiB")
+    assert (as_size(700 << 10), as_size(200 << 10), as_size(5)) == ("1 MiB", "200 KiB", "5 bytes")
+
+
+# -- what is kept under a budget is the best by the order of docs/memory.md, so never worse under a larger one
+
+
+BUDGETS = 60
+CONTEXTS = (None, 2048, 1024, 512)
+Kept = tuple[bool, int, bool, bool, int]
+
+
+def kept(fits: bool, options: LoadOptions, context: int, *, has_draft: bool) -> Kept:
+    """The order of the documentation, the most important first."""
+    return fits, min(context, COMFORTABLE_CONTEXT), has_draft, options.cache_type_k is None, context
+
+
+def kept_of(found: Fitted) -> Kept:
+    has_draft = found.pair.draft is not None
+    return kept(found.verdict.fit == "fits", found.options, found.plan.context_length, has_draft=has_draft)
+
+
+def all_choices(given: dict[str, Any], pair: ModelPair) -> Iterator[tuple[LoadOptions, ModelPair]]:
+    caches: tuple[dict[str, Any], ...] = {}, {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}
+    if pair.files["target"].engine == "onnx":
+        caches = ({},)
+    for context, cache, is_alone in itertools.product(CONTEXTS, caches, (False, True)):
+        options = LoadOptions(**{**given, "context_length": context, **cache})
+        yield without_drafts(options, pair) if is_alone else (options, pair)
+
+
+@pytest.fixture(params=["demo, llama.cpp", "demo, ONNX", "70B and 8B"])
+def given(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """Options of a pair."""
+    if request.param.startswith("demo"):
+        return {"model": "demo", "engine": "onnx" if "ONNX" in request.param else "llamacpp"}
+    target, draft = tmp_path / "70b.gguf", tmp_path / "8b.gguf"
+    write_header(target, LLAMA_70B), write_header(draft, LLAMA_8B)
+    return {"model": str(target), "draft": draft}
+
+
+def all_budgets(plans: list[Plan]) -> list[int]:
+    """From below the least that can be loaded to plenty, and on both sides of what each plan needs."""
+    low, high = int(0.8 * min(plan.own_bytes for plan in plans)), int(1.1 * max(plan.total_bytes for plan in plans))
+    even = (low + (high - low) * step // (BUDGETS - 1) for step in range(BUDGETS))
+    needs = (need for plan in plans for need in (plan.own_bytes, plan.working_bytes))
+    return sorted({*even, *(need - less for need in needs for less in (0, 1))})
+
+
+@keeping_headers()
+def test_the_best_that_fits_is_kept(given: dict[str, Any]) -> None:
+    """Against every combination, one by one."""
+    pair = resolve_pair(LoadOptions(**given))
+    plans = [(*choice, planned(*choice)) for choice in all_choices(given, pair)]
+    outcomes: list[Kept | None] = []
+    for budget in all_budgets([plan for *_, plan in plans]):
+        room = Room(budget, ())
+        possible = [
+            kept(verdict == "fits", options, plan.context_length, has_draft=chosen.draft is not None)
+            for options, chosen, plan in plans
+            if (verdict := room.verdict(plan).fit) != "refused"
+        ]
+        try:
+            found = kept_of(fit(LoadOptions(**given, memory=budget), pair, room))
+        except CapabilityError:
+            found = None
+        assert found == max(possible, default=None), budget
+        outcomes.append(found)
+    assert outcomes == sorted(outcomes, key=lambda each: (each is not None, each or ()))
+    assert outcomes[0] is None and outcomes[-1] == max(found for found in outcomes if found is not None)
+    assert len(set(outcomes)) > 6

@@ -52,7 +52,7 @@ def test_as_many_layers_as_fit(options):
     pair = resolve_pair(options)
     whole = needed(options, pair, -1, 0)[0]
     seen = set()
-    for room in range(0, whole, whole // 20):
+    for room in range(0, whole, whole // 8):
         count, draft = layers(options, room)
         assert draft == 0
         assert needed(options, pair, count, 0)[0] <= room < needed(options, pair, count + 1, 0)[0]

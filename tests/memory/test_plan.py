@@ -1,29 +1,37 @@
-"""The plan reads no weights, and a child process takes what it says."""
+"""The plan reads no weights, and a child process takes what it says; several answers and heads in it."""
 
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import io
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import edgespec
+from demo import DEMO
+from edgespec import GenerateOptions
 from edgespec.config.options import LoadOptions
 from edgespec.config.values import DrafterName
+from edgespec.drafters.heads import EagleDrafter
 from edgespec.engines.llamacpp import library
 from edgespec.engines.llamacpp.footprint import footprint
-from edgespec.engines.model_use import ModelUse
+from edgespec.engines.llamacpp.settings import CELLS_MULTIPLE
+from edgespec.engines.model_use import WIDEST, ModelUse
 from edgespec.errors import ConfigError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.loading.requirements import resolve_pair
-from edgespec.memory.fit import fit
-from edgespec.memory.plan import Plan, Room, planned
+from edgespec.memory.fit import MOST_SEQUENCES, fit
+from edgespec.memory.plan import Plan, Room, heads_bytes, planned
 from llama_headers import LLAMA_8B, LLAMA_70B, write_header
+from needs import NEEDS_KERNELS
 
 MIB = 1 << 20
 TEST_THREADS = 2
@@ -203,3 +211,98 @@ def test_chats_that_share_cells_for_trees_are_planned_so() -> None:
         return planned(options, resolve_pair(options)).models[0].footprint.compute
 
     assert compute("tree") > compute("auto") + (1 << 20)
+
+
+# -- contexts for several answers at once, as planned and as loaded
+
+
+OPTIONS = LoadOptions("demo", context_length=1024, drafter="model")
+
+
+@pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
+def test_each_answer_has_a_cache_of_its_own_in_the_plan(engine: Any) -> None:
+    options = replace(OPTIONS, engine=engine)
+    pair = resolve_pair(options)
+    one, four = (planned(replace(options, parallel=count), pair) for count in (1, 4))
+    for alone, several in zip(one.models, four.models, strict=True):
+        assert several.footprint.cache == pytest.approx(4 * alone.footprint.cache, rel=0.2)
+    assert any("for each of 4 answers" in part.name for part in four.parts)
+
+
+def cells_of(options: LoadOptions) -> int:
+    """Cells that are planned for the target."""
+    one = replace(options, parallel=1, context_length=CELLS_MULTIPLE - WIDEST)
+    caches = [planned(each, resolve_pair(each)).models[0].footprint.cache for each in (options, one)]
+    return round(CELLS_MULTIPLE * caches[0] / caches[1])
+
+
+@pytest.mark.parametrize("drafter", ["lookahead", "suffix"])
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_the_planned_cells_are_those_of_the_load(drafter: Any, reproducible: bool) -> None:
+    """In reproducible mode each sequence has cells of its own, even if trees would share them."""
+    options = replace(
+        OPTIONS, engine="llamacpp", drafter=drafter, draft=None, threads=1, parallel=3, context_length=500
+    )
+    options = replace(options, reproducible=reproducible)
+    with edgespec.load(**dataclasses.asdict(options)) as model:
+        assert model.target.facts.own_cells == (reproducible or drafter == "suffix")
+        loaded = library.library().llama_n_ctx(model.target._context)  # type: ignore[attr-defined]
+    assert cells_of(options) == loaded
+
+
+@NEEDS_KERNELS
+def test_there_is_room_for_as_many_answers_as_fit_with_full_texts() -> None:
+    options = replace(OPTIONS, parallel="auto")
+    pair = resolve_pair(options)
+    plans = [planned(replace(options, parallel=count), pair) for count in range(1, 5)]
+    for count, plan in enumerate(plans, 1):
+        budget = plan.total_bytes
+        found = fit(replace(options, memory=budget), pair, Room(budget, ()))
+        assert found.options.parallel == count and found.plan == plan and not found.given_up
+    assert fit(options, pair, Room(1 << 40, ())).options.parallel == MOST_SEQUENCES == len(plans)
+    with edgespec.load(**dataclasses.asdict(options)) as model:
+        assert model.target.facts.max_sequences == model.options.parallel == MOST_SEQUENCES
+
+
+def test_one_answer_at_a_time_where_more_would_take_memory_at_once() -> None:
+    options = replace(OPTIONS, engine="llamacpp", parallel="auto")
+    assert fit(options, resolve_pair(options), Room(1 << 40, ())).options.parallel == 1
+
+
+@pytest.mark.parametrize("given", [0, 65, "4", True])
+def test_a_wrong_number_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="parallel must be"):
+        LoadOptions("demo", parallel=given)
+
+
+# -- draft heads in the plan: the file, and what is kept for each text
+
+
+EAGLE = DEMO / "heads" / "eagle.npz"
+SIZE = EAGLE.stat().st_size
+
+
+def test_opening_heads_takes_more_than_keeping_them() -> None:
+    kept, opening = heads_bytes([EAGLE], 2048, 1)
+    assert opening == 9 * SIZE > kept > 0
+    pair = resolve_pair(LoadOptions("demo", engine="onnx", heads=EAGLE, drafter="eagle"))
+    plan = planned(LoadOptions("demo", engine="onnx", heads=EAGLE, drafter="eagle"), pair)
+    assert replace(plan, heads_opening=1 << 40).own_bytes > 1 << 40
+
+
+def test_a_file_that_cannot_be_read_takes_its_size(tmp_path: Path) -> None:
+    damaged = tmp_path / "heads.npz"
+    damaged.write_bytes(EAGLE.read_bytes()[:1000])
+    assert heads_bytes([damaged], 2048, 1) == (1000, 0)
+    assert heads_bytes([tmp_path / "none.npz", Path("a\0b")], 2048, 1) == (0, 0)
+
+
+def test_a_long_answer_takes_what_was_planned() -> None:
+    options = LoadOptions("demo", engine="onnx", heads=EAGLE, drafter="eagle", context_length=1400, threads=1)
+    with edgespec.load(options) as model:
+        ids = (model.encode("A table for two in San Jose, please. ") * 400)[:1300]
+        stats = model.generate(ids, options=GenerateOptions(max_tokens=60, draft_length=4, ignore_eos=True)).stats
+        assert stats.drafted_tokens
+        (drafter,) = (each for each in model.drafters.drafters.values() if isinstance(each, EagleDrafter))
+        used = drafter.bytes_used
+    assert used <= planned(options, resolve_pair(options)).heads

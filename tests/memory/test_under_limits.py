@@ -1,18 +1,28 @@
-"""Too little memory gives a one-line error with needed and available bytes, never a signal or a traceback."""
+"""Real limits, budgets and control groups: a child works within them, or says in one line what it needs."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from demo import DEMO
 
-if sys.platform != "win32":
-    import resource
+if sys.platform != "linux":
+    pytest.skip("reads /proc; only Linux keeps limits of addresses", allow_module_level=True)
+
+import resource
+
+import measure_memory
+from measure_memory import MIB, needs, under_budget
+from waiting import until
+
+OUTCOMES = {0: "ran", measure_memory.REFUSED: "refused"}
 
 CHILD = """
 import resource, sys
@@ -47,7 +57,6 @@ def run_with(path: Path, limit: str, mib_left: int, engine: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of addresses are kept by Linux only")
 @pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
 @pytest.mark.parametrize("engine", ["llamacpp", "onnx", "kernels"])
 def test_under_any_limit_a_model_works_or_says_what_it_needs(target_path: Path, limit: str, engine: str) -> None:
@@ -60,7 +69,6 @@ def test_under_any_limit_a_model_works_or_says_what_it_needs(target_path: Path, 
     assert found[1000] == "works"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of addresses are kept by Linux only")
 @pytest.mark.parametrize(("limit", "mib"), [("RLIMIT_AS", 150), ("RLIMIT_AS", 300), ("RLIMIT_DATA", 64)])
 @pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
 def test_a_command_that_starts_under_a_limit_fails_in_one_line(
@@ -83,3 +91,94 @@ def test_a_command_that_starts_under_a_limit_fails_in_one_line(
     assert "Traceback" not in done.stderr
     if done.returncode:
         assert "emory" in done.stderr.strip().splitlines()[-1]
+
+
+# -- what ONNX models take of a process's own memory, in child processes, beside what is planned
+
+
+TOKENIZER_CHILD = """
+import sys
+from pathlib import Path
+import numpy, tokenizers
+from edgespec.platform.memory import own_bytes
+from edgespec.engines.onnx.tokenizer import TokenizerFile
+before = own_bytes()
+vocabulary = TokenizerFile(Path(sys.argv[1]), int(sys.argv[2]))
+pieces = vocabulary.pieces
+print(own_bytes() - before)
+"""
+
+
+@pytest.mark.quiet
+def test_a_tokenizer_keeps_what_is_planned_and_not_what_reading_it_took(tmp_path: Path) -> None:
+    size = 50_000
+    write_tokenizer(tmp_path, size)
+    command = [sys.executable, "-c", TOKENIZER_CHILD, str(tmp_path), str(size)]
+    kept = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=180).stdout)
+    assert 0.5 * 360 * size < kept < 1.25 * 360 * size
+
+
+def write_tokenizer(folder: Path, size: int) -> None:
+    """BPE over bytes with merges in lists, as converters write it today."""
+    from edgespec.engines.onnx.tokenizer import BYTE_OF
+
+    letters = list(BYTE_OF)
+    merges = [[one, other] for one in letters for other in letters][: size - len(letters)]
+    names = [*letters, *map("".join, merges)]
+    model: dict[str, Any] = {
+        "type": "BPE",
+        "vocab": {name: index for index, name in enumerate(names)},
+        "merges": merges,
+        "unk_token": None,
+    }
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    whole = {"version": "1.0", "added_tokens": [], "model": model, "pre_tokenizer": level, "decoder": level}
+    (folder / "tokenizer.json").write_text(json.dumps(whole, ensure_ascii=False), encoding="utf-8")
+
+
+# -- real budgets and a real control group: a child fills its context within them, or says in one line why not
+
+
+@pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
+def test_a_budget_is_kept_or_refused(engine: str, tmp_path: Path) -> None:
+    options = {"model": "demo", "engine": engine, "threads": 1}
+    least, most = needs(options)
+    outcomes = [under_budget(limit, options, str(tmp_path)) for limit in (least - MIB, least, (least + most) // 2)]
+    assert [outcome for outcome, _ in outcomes] == ["refused", "ran", "ran"], outcomes
+
+
+def own_group() -> tuple[Path, str]:
+    """The folder of the memory group of this process, and the name of its limit in the group's version."""
+    mounted = Path("/sys/fs/cgroup")
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return mounted / "memory" / path.strip("/"), "memory.limit_in_bytes"
+        if number == "0" and (mounted / path.strip("/") / "cgroup.subtree_control").exists():
+            return mounted / path.strip("/"), "memory.max"
+    pytest.skip("no group with a memory controller")
+
+
+def test_a_control_group_is_kept_or_the_load_refused(tmp_path: Path) -> None:
+    options = {"model": "demo", "engine": "llamacpp", "threads": 1}
+    least, most = needs(options)
+    parent, limit_name = own_group()
+    group = parent / f"edgespec-{os.getpid()}"
+    child = [sys.executable, measure_memory.__file__, "--child", json.dumps({**options, "memory": "auto"})]
+    enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
+    try:
+        group.mkdir()
+        (group / limit_name).write_text(str(least))
+    except OSError as exc:
+        pytest.skip(f"no control group can be made here: {exc}")
+    try:
+        outcomes = []
+        for limit in (least - 8 * MIB, least + MIB, 2 * most):  # enough for Python with room to spare, and for no model
+            (group / limit_name).write_text(str(limit))
+            environment = os.environ | {"EDGESPEC_HOME": str(tmp_path)}
+            done = subprocess.run([*enter, *child], capture_output=True, text=True, check=False, env=environment)
+            outcomes.append((OUTCOMES.get(done.returncode, done.returncode), done.stderr))
+        assert [outcome for outcome, _ in outcomes] == ["refused", "ran", "ran"], outcomes
+    finally:
+        until(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()

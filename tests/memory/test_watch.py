@@ -37,26 +37,6 @@ def test_it_looks_once_a_second() -> None:
     assert watch.excess() == 0 and len(looks) == 4
 
 
-def test_pairs_loaded_later_take_nothing_from_an_earlier_ones_budget() -> None:
-    used, now_s = 100, 0.0
-
-    def clock() -> float:
-        nonlocal now_s
-        now_s += 2.0
-        return now_s
-
-    first = MemoryWatch(120, lambda: used, clock, 60, lambda: None)
-    used = 150
-    second = MemoryWatch(200, lambda: used, clock, 50, lambda: None)
-    assert (first.excess(), second.excess()) == (0, 0)
-    used = 180
-    assert (first.excess(), second.excess()) == (10, 0)
-    first.close()
-    used = 145
-    assert second.excess() == 5  # its limit counted what the first one took
-    assert first.excess() == 0
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_what_a_budget_leaves_is_spare() -> None:
     mib = 1 << 20

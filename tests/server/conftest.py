@@ -6,13 +6,14 @@ import asyncio
 import inspect
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
 import edgespec
 from browser import Browser, find_browser
-from chat_page import READY, forget
+from chat_page import watched
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.server import web
@@ -20,6 +21,7 @@ from edgespec.server.scheduler import Scheduler
 from edgespec.server.service import Service
 from scripted_page import Scripted, scripted_server
 from serving import client_of, serving
+from several import Host, MakeHost
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -74,6 +76,20 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web, "PING_EVERY_S", 0.05)
 
 
+@pytest.fixture
+def hosts() -> Iterator[MakeHost]:
+    """Makes servers that are closed with the test."""
+    made: list[Host] = []
+
+    def make(*given: Any, **settings: Any) -> Host:
+        made.append(Host(*given, **settings))
+        return made[-1]
+
+    yield make
+    for host in made:
+        host.close()
+
+
 @pytest.fixture(scope="module")
 def running() -> Iterator[Browser]:
     program = find_browser()
@@ -90,14 +106,8 @@ def scripted() -> Iterator[Scripted]:
 
 @pytest.fixture
 def tab(running: Browser, scripted: Scripted) -> Iterator[Browser]:
-    """The page of the scripted server, without stored conversations; it complains of nothing and asks nobody else."""
-    running.failures.clear()
-    running.requested.clear()
-    running.open(scripted.url)
-    running.until(READY)
-    forget(running)
-    scripted.asked.clear()
-    scripted.later.clear()
-    yield running
-    assert running.failures == []
-    assert [each for each in running.requested if not each.startswith((scripted.url, "data:", "blob:"))] == []
+    """The page of the scripted server."""
+    with watched(running, scripted.url):
+        scripted.asked.clear()
+        scripted.later.clear()
+        yield running

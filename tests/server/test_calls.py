@@ -5,7 +5,6 @@ The slips are those of published models that the parsers of llama.cpp and vLLM a
 
 from __future__ import annotations
 
-import itertools
 import json
 from random import Random
 from typing import Any
@@ -155,10 +154,8 @@ BEGIN, SEP, LAST = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜too
         ("hermes", CALL + '{"name": "find", "arguments": {"n": 1e2, "m": 1.0, "s": "\\u00fc"}}' + END,
          ("", [("find", '{"n": 1e2, "m": 1.0, "s": "\\u00fc"}')])),
         ("hermes", CALL + '{"name": "find", "arguments": "{\\"city\\": \\"Rome\\"}"}' + END, ("", [SPACED])),
-        ("hermes", CALL + '{"arguments":{"city":"Rome"},"name":"find"}', ("", [CITY])),
         ("hermes", f"{CALL} is the mark, {END} the other", (f"{CALL} is the mark, {END} the other", [])),
         ("hermes", f"{CALL}no JSON{END}{CALL}{OBJECT}{END}", (f"{CALL}no JSON{END}", [CITY])),
-        ("hermes", '{"name": "find"}', ('{"name": "find"}', [])),
         ("qwen_xml", XML, ("", [SPACED])),
         ("qwen_xml", f"Ok.\n{XML}\n{END}\n{CALL}\n{XML}\n{END}", ("Ok.\n", [SPACED, SPACED])),
         ("qwen_xml", f"{CALL}\n{XML}\n{XML}\n{END}", ("", [SPACED, SPACED])),
@@ -173,13 +170,10 @@ BEGIN, SEP, LAST = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜too
            ("", [("find", f'{{"either": {json_value}}}')]))
           for value, json_value in (("abc", '"abc"'), ("5", "5"), ('{"a": 1e2}', '{"a": 1e2}'), ("true", '"true"'),
                                     ("[1]", '"[1]"'), ("5.5", '"5.5"'))),
-        ("glm", "<tool_call>find<arg_key>city</arg_key><arg_value>Rome</arg_value>", ("", [SPACED])),
         ("glm", "<tool_call>find\n</tool_call>", ("", [("find", "{}")])),
         ("seed", "<seed:tool_call>\n<function=find>\n<parameter=city>a\n b</parameter>\n</function>",
          ("", [("find", '{"city": "a\\n b"}')])),
         ("mistral", f"[TOOL_CALLS] [{OBJECT}]\nas said", ("", [CITY])),
-        ("mistral", f"[TOOL_CALLS] [{OBJECT[:-1]}", ("", [CITY])),
-        ("mistral_named", '[TOOL_CALLS]find{"city":"Rome"}[TOOL_CALLS]find{"city":"Rome"}', ("", [CITY, CITY])),
         ("gemma", 'call:find{city:<|"|>Rome<|"|>}', ("", [SPACED])),
         ("gemma", '<|tool_call>:call:find{city:<|"|>Rome<|"|>}<tool_call|>', ("", [SPACED])),
         ("gemma", "<|tool_call>call:find{n:108.}", ("", [("find", '{"n": 108.0}')])),
@@ -187,10 +181,8 @@ BEGIN, SEP, LAST = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜too
         ("lfm", "<|tool_call_start|> [find(city='Rome'), find(n=07)", ("", [SPACED, ("find", '{"n": 7}')])),
         ("granite", '<|tool_call|> [{"arguments":{"city":"Rome"}, "name":"find"}]\nI will see.', ("", [CITY])),
         ("granite", f"<tool_call> [{OBJECT},\n {OBJECT}]", ("", [CITY, CITY])),
-        ("deepseek", f"{BEGIN}find{SEP}{CITY[1]}", ("", [CITY])),
         ("deepseek", f"{BEGIN}function{SEP}find\n```json\n{CITY[1]}```{LAST}", ("", [CITY])),
         ("llama", '{"name": "find", "parameters": {"city": "Rome"}} as {find} says', ("", [SPACED])),
-        ("llama", '{"type": "function", "name": "find", "parameters": {"city": "Rome"}', ("", [SPACED])),
         ("llama", '{"name": "find", "age": 3}', ('{"name": "find", "age": 3}', [])),
     ],
 )  # fmt: skip
@@ -199,21 +191,10 @@ def test_slips(form: str, text: str, expected: tuple[str, list[tuple[str, str]]]
     assert (shown, said(calls)) == expected
 
 
-@pytest.mark.parametrize(
-    ("form", "text"),
-    [
-        ("hermes", CALL + '{"name": "find", "arguments": {"n": 1e2, "city": "Ro'),
-        ("hermes", CALL + '{"name": "find", '),
-        ("qwen_xml", XML[: XML.index("me\n")]),
-        ("qwen_xml", XML[: XML.index("</f")]),
-        ("gemma", "<|tool_call>call:find{n:12"),
-        *itertools.product(
-            ("gemma", "qwen_xml", "llama"), ("if a <", "[1, 2", "{", '{"name": "Ann', "So call:me", "```")
-        ),
-    ],
-)
-def test_what_a_limit_cuts_stays_text(form: str, text: str) -> None:
-    assert both(ALL[form], text, is_cut=True) == (text, [])
+@pytest.mark.parametrize("form", ["gemma", "qwen_xml", "llama"])
+def test_what_a_limit_cuts_stays_text(form: str) -> None:
+    for text in ("if a <", "[1, 2", "{", '{"name": "Ann', "So call:me", "```"):
+        assert both(ALL[form], text, is_cut=True) == (text, [])
 
 
 @pytest.mark.parametrize("step", [1, 1000])
@@ -342,12 +323,9 @@ def test_calls_and_text_are_told_apart(template: str, text: str, expected: tuple
         assert (shown, [(call.name, json.loads(call.arguments)) for call in calls]) == expected
 
 
-@pytest.mark.parametrize("template", [None, "{{ messages }}", "{% if tools %}<tool_call><function={% endif %}",
+@pytest.mark.parametrize("template", [None, "{{ tools }}", "{% if tools %}<tool_call><function={% endif %}",
                                       "{{ tools }}<tool_call>f<arg_key>a</arg_key></tool_call>",
-                                      "{{ tools }}<tool_call><invoke name='f'></tool_call>",
-                                      "{{ tools }} ipython <function=f>{}</function>",
-                                      "{{ tools }}<tool_calls>[{}]</tool_calls> after <tool_call>",
-                                      "{{ tools }}<|tool_call|>[", "{{ tools }}"])  # fmt: skip
+                                      "{{ tools }}<tool_calls>[{}]</tool_calls> after <tool_call>"])  # fmt: skip
 def test_a_format_that_is_not_known_has_no_parser(template: str | None):
     assert call_form(template) is None
 

@@ -24,61 +24,49 @@ from tiny_gguf import write_model
 from waiting import reached
 
 TEXTS = ["Find me a bus to Fresno.", "hello world"]
-PATHS = ("/v1/embeddings", "/api/embed")
 
 
 @pytest.fixture(scope="module")
-def embedding_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     path = tmp_path_factory.mktemp("models") / "embedding.gguf"
     write_model(path, metadata={"llama.pooling_type": np.uint32(3), "tokenizer.ggml.add_eos_token": True})
     with edgespec.load(path, threads=TEST_THREADS, reproducible=False) as opened:
         yield opened
 
 
-@pytest.fixture
-def embedding_service(embedding_model: Model) -> Iterator[Service]:
-    with serving(embedding_model, "embedding") as service:
-        yield service
-
-
-@pytest.fixture
-def embedding_client(embedding_service: Service) -> TestClient:
-    return client_of(embedding_service)
-
-
-def test_openai(embedding_client: TestClient, embedding_model: Model):
-    expected = embedding_model.embed(TEXTS)
-    answer = embedding_client.post("/v1/embeddings", json={"input": TEXTS, "model": "embedding", "user": "x"}).json()
-    assert answer["object"] == "list" and answer["model"] == "embedding"
+def test_openai(client: TestClient, model: Model):
+    expected = model.embed(TEXTS)
+    answer = client.post("/v1/embeddings", json={"input": TEXTS, "model": "demo", "user": "x"}).json()
+    assert answer["object"] == "list" and answer["model"] == "demo"
     assert [each["index"] for each in answer["data"]] == [0, 1]
     assert np.array_equal([each["embedding"] for each in answer["data"]], expected)
-    count = sum(len(embedding_model.encode(text)) + 1 for text in TEXTS)
+    count = sum(len(model.encode(text)) + 1 for text in TEXTS)
     assert answer["usage"] == {"prompt_tokens": count, "total_tokens": count}
     fields: dict[str, Any] = {"input": TEXTS[0], "encoding_format": "base64"}
-    coded = embedding_client.post("/v1/embeddings", json=fields).json()["data"][0]["embedding"]
-    alone = embedding_model.embed(TEXTS[0])[0]
+    coded = client.post("/v1/embeddings", json=fields).json()["data"][0]["embedding"]
+    alone = model.embed(TEXTS[0])[0]
     assert np.array_equal(np.frombuffer(base64.b64decode(coded), "<f4"), alone)
-    short = embedding_client.post("/v1/embeddings", json={"input": TEXTS[0], "dimensions": 8}).json()
+    short = client.post("/v1/embeddings", json={"input": TEXTS[0], "dimensions": 8}).json()
     found = np.array(short["data"][0]["embedding"])
     np.testing.assert_allclose(found, alone[:8] / np.linalg.norm(alone[:8]), atol=1e-6)
-    ids = [*embedding_model.encode(TEXTS[0]), 296]
+    ids = [*model.encode(TEXTS[0]), 296]
     for given in (ids, [ids]):
-        data = embedding_client.post("/v1/embeddings", json={"input": given}).json()["data"]
+        data = client.post("/v1/embeddings", json={"input": given}).json()["data"]
         assert np.array_equal([each["embedding"] for each in data], [alone])
 
 
-def test_ollama(embedding_client: TestClient, embedding_model: Model):
-    expected = embedding_model.embed(TEXTS)
-    fields = {"model": "embedding:latest", "input": TEXTS, "keep_alive": "5m", "options": {"num_ctx": 512}}
-    answer = embedding_client.post("/api/embed", json=fields).json()
+def test_ollama(client: TestClient, model: Model):
+    expected = model.embed(TEXTS)
+    fields = {"model": "demo:latest", "input": TEXTS, "keep_alive": "5m", "options": {"num_ctx": 512}}
+    answer = client.post("/api/embed", json=fields).json()
     assert np.array_equal(answer["embeddings"], expected)
     assert answer["total_duration"] > 0 and answer["load_duration"] == 0 and answer["prompt_eval_count"] > 20
-    assert embedding_client.post("/api/embed", json={"model": "embedding"}).json()["embeddings"] == []
+    assert client.post("/api/embed", json={"model": "demo"}).json()["embeddings"] == []
     long = "word " * 700
-    assert embedding_client.post("/api/embed", json={"input": long, "dimensions": 4}).json()["prompt_eval_count"] == 512
-    refused = embedding_client.post("/api/embed", json={"input": long, "truncate": False})
+    assert client.post("/api/embed", json={"input": long, "dimensions": 4}).json()["prompt_eval_count"] == 512
+    refused = client.post("/api/embed", json={"input": long, "truncate": False})
     assert refused.status_code == 400 and "the context holds 512" in refused.json()["error"]
-    assert embedding_client.post("/api/show", json={"model": "embedding"}).json()["capabilities"] == ["embedding"]
+    assert client.post("/api/show", json={"model": "demo"}).json()["capabilities"] == ["embedding"]
 
 
 @pytest.mark.parametrize(
@@ -94,17 +82,9 @@ def test_ollama(embedding_client: TestClient, embedding_model: Model):
         ({"input": "x", "dimensions": 65}, "dimensions must be at most 64"),
     ],
 )
-def test_refusals(embedding_client: TestClient, fields: dict[str, Any], words: str):
-    answered = embedding_client.post("/v1/embeddings", json=fields)
+def test_refusals(client: TestClient, fields: dict[str, Any], words: str):
+    answered = client.post("/v1/embeddings", json=fields)
     assert answered.status_code == 400 and words in answered.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_a_chat_model_says_why_it_gives_none(client: TestClient, path: str):
-    answered = client.post(path, json={"input": "x", "prompt": "x"})
-    assert answered.status_code == 501
-    assert "pooling_type" in answered.text and "pooling=" in answered.text
-    assert "embedding" not in client.post("/api/show", json={}).json()["capabilities"]
 
 
 def test_an_encoder(tmp_path: Path):
@@ -124,11 +104,11 @@ def test_an_encoder(tmp_path: Path):
 
 
 async def test_a_client_that_leaves_ends_its_embeddings(
-    embedding_service: Service, embedding_model: Model, monkeypatch: pytest.MonkeyPatch
+    service: Service, model: Model, monkeypatch: pytest.MonkeyPatch
 ):
     """What comes after the pass that runs is not begun; a sixth that waits to be read is refused."""
-    scheduler, app = embedding_service.require().scheduler, create_app(Services(embedding_service))
-    embed = embedding_model.target
+    scheduler, app = service.require().scheduler, create_app(Services(service))
+    embed = model.target
     goes_on, passes, one_pass = threading.Event(), list[Any](), embed.embed
 
     def slow(*args: Any) -> Any:

@@ -69,6 +69,14 @@ def test_the_model_is_listed(client: TestClient, model: Model):
     assert (pages["has_more"], pages["first_id"], pages["last_id"]) == (False, "demo", "demo")
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed"])
+def test_a_chat_model_says_why_it_gives_none(client: TestClient, path: str):
+    answered = client.post(path, json={"input": "x", "prompt": "x"})
+    assert answered.status_code == 501
+    assert "pooling_type" in answered.text and "pooling=" in answered.text
+    assert "embedding" not in client.post("/api/show", json={}).json()["capabilities"]
+
+
 def test_properties_hold_no_path(client: TestClient, model: Model):
     answered = client.get("/props")
     assert answered.json()["default_generation_settings"]["n_ctx"] == model.context_length
@@ -87,6 +95,11 @@ def test_before_the_model_is_loaded(model: Model):
     service.require().scheduler.close()
 
 
+def metrics(client: TestClient) -> dict[str, float]:
+    lines = client.get("/metrics").text.splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+
 def test_metrics_count_tokens_and_accepted_positions(client: TestClient):
     fields = {"prompt": "one two three one two three one two", "max_tokens": 40, "temperature": 0}
     answer = client.post(COMPLETE, json=fields | {"speculative": {"draft_length": 3}}).json()
@@ -94,7 +107,7 @@ def test_metrics_count_tokens_and_accepted_positions(client: TestClient):
     client.get("/secret/path")
     text = client.get("/metrics").text
     assert all(re.fullmatch(r"# (HELP|TYPE) \w+ .+|\w+(\{.+\})? [\d.e+-]+", line) for line in text.splitlines())
-    found = {line.split(" ")[0]: float(line.split(" ")[1]) for line in text.splitlines() if line[0] != "#"}
+    found = metrics(client)
     assert found["edgespec_tokens_total"] == timings["predicted_n"]
     assert found["edgespec_draft_tokens_total"] == timings["draft_n"]
     positions = [found.get(f'edgespec_draft_tokens_accepted_per_position_total{{position="{i}"}}', 0) for i in range(3)]
@@ -126,11 +139,6 @@ def test_a_log_line_tells_speed_and_drafting(client: TestClient, caplog: pytest.
     assert shown in drafted and f"model {found['draft_n']}" in drafted
     assert plain.endswith("nothing drafted: off")
     assert not any("one two" in line for line in caplog.messages)
-
-
-def metrics(client: TestClient) -> dict[str, float]:
-    lines = client.get("/metrics").text.splitlines()
-    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
 
 def test_positions_of_a_tree_are_counted_once():

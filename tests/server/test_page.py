@@ -10,7 +10,7 @@ import httpx2 as httpx
 import pytest
 
 from browser import Browser, find_browser
-from chat_page import COMPLETE, READY, STORED, TEXT, answered, ask, choose, forget, put, reopen, set_schema, stored
+from chat_page import COMPLETE, READY, STORED, TEXT, answered, ask, choose, put, reopen, set_schema, stored, watched
 from serving import read_line, served
 from waiting import until
 
@@ -27,15 +27,8 @@ def url(private_home: Path) -> Iterator[str]:
 
 @pytest.fixture
 def browser(running: Browser, url: str) -> Iterator[Browser]:
-    """A page without stored conversations, which complains of nothing and asks nobody else for anything."""
-    running.failures.clear()
-    running.requested.clear()
-    running.open(url)
-    running.until(READY)
-    forget(running)
-    yield running
-    assert running.failures == []
-    assert [each for each in running.requested if not each.startswith((url, "data:", "blob:"))] == []
+    with watched(running, url):
+        yield running
 
 
 def test_an_answer_comes_as_the_api_gives_it_with_its_drafts_marked(browser: Browser, url: str):

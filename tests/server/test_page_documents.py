@@ -145,15 +145,12 @@ def test_a_document_that_grows_ends_as_it_is_drawn_at_once(tab: Browser, scripte
 
 
 ENDLESS = {
-    "quotes": "> " * 5000,
     "lists": "".join("  " * depth + "- x\n" for depth in range(500)),
     "emphasis": "*a **b " * 3000,
     "formulas": "\\(" * 10000,
-    "groups": "$" + "{" * 900 + "$",
     "macros": r"$\def\a{\a\a}\a$",
     "calls": "<tool_call>" * 3000,
     "entities": "&amp;" * 5000 + "&#x110000;&#0;&nothing;",
-    "backticks": "`" * 3000 + " x " + "`" * 2999,
     "code": "```python\n" + "((((((((((" * 1000,
     "returns": "a\r\n\r\n```\r\nb\rc\r\n```\r\n",
     "half a pair": "\ud83d and \ud83d\ude00",

@@ -24,7 +24,6 @@ LAST = sse(part("!", finish="stop"))
 SPLIT_PARTS = [ONE, TWO, LAST, DONE]
 SPLIT = ONE + TWO + LAST + DONE
 FORMS = {
-    "a ping first": [PING, ONE, TWO, LAST, DONE],
     "pings everywhere in one packet": [PING + PING + ONE + PING + TWO + LAST + PING + DONE],
     "a comment within an event": [b": ping\n" + ONE.replace(b"\n\n", b"\n: more\n\n"), TWO, LAST, DONE],
     "every byte alone": [SPLIT[at : at + 1] for at in range(len(SPLIT))],

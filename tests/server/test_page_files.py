@@ -14,6 +14,12 @@ from serving import BASE_URL
 PATHS = [route.path for route in page_routes()]
 
 
+@pytest.fixture
+def page() -> TestClient:
+    """Before its model is loaded."""
+    return TestClient(create_app(Services(Service("demo"))), base_url=BASE_URL)
+
+
 def test_every_file_has_the_policy_and_needs_no_key():
     service = Service("demo")  # no model is loaded: the page comes before it
     client = TestClient(create_app(Services(service, api_key="secret")), base_url=BASE_URL)
@@ -30,16 +36,14 @@ def test_every_file_has_the_policy_and_needs_no_key():
 
 
 @pytest.mark.parametrize("path", ["/static/", "/static/app.py", "/static/../page.py", "/static/%2e%2e/page.py"])
-def test_nothing_else_is_sent(path: str):
-    client = TestClient(create_app(Services(Service("demo"))), base_url=BASE_URL)
-    assert client.get(path).status_code == 404
-    assert client.get(PATHS[0], headers={"Host": "evil.example"}).status_code == 403
+def test_nothing_else_is_sent(page: TestClient, path: str):
+    assert page.get(path).status_code == 404
+    assert page.get(PATHS[0], headers={"Host": "evil.example"}).status_code == 403
 
 
-def test_the_files_use_nothing_from_elsewhere():
-    client = TestClient(create_app(Services(Service("demo"))), base_url=BASE_URL)
+def test_the_files_use_nothing_from_elsewhere(page: TestClient):
     own = [path for path in PATHS if not path.startswith("/static/vendor/")]  # what others wrote, the policy keeps
-    texts = {path: client.get(path).text for path in own}
+    texts = {path: page.get(path).text for path in own}
     for path, text in texts.items():
         addresses = set(re.findall(r"https?://[\w./-]+", text)) - {"http://www.w3.org/2000/svg"}
         assert not addresses, path
@@ -52,10 +56,9 @@ def test_the_files_use_nothing_from_elsewhere():
     assert not re.search(r"\son\w+=|style=|<script>", texts["/"])  # the policy would block them
 
 
-def test_every_button_does_something():
-    client = TestClient(create_app(Services(Service("demo"))), base_url=BASE_URL)
-    code = "".join(client.get(path).text for path in PATHS if path.endswith(".js") and "/vendor/" not in path)
-    names = set(re.findall(r'data-do="([\w-]+)"', client.get("/").text))
+def test_every_button_does_something(page: TestClient):
+    code = "".join(page.get(path).text for path in PATHS if path.endswith(".js") and "/vendor/" not in path)
+    names = set(re.findall(r'data-do="([\w-]+)"', page.get("/").text))
     ids = set(re.findall(r'\$\("([\w-]+)"\)', code))
     assert {name for name in names if not re.search(rf'(?:"{name}"|\b{name})\s*[:(]', code)} == set()
-    assert ids <= set(re.findall(r'id="([\w-]+)"', client.get("/").text))
+    assert ids <= set(re.findall(r'id="([\w-]+)"', page.get("/").text))

@@ -80,17 +80,15 @@ def test_only_what_is_asked_for_is_kept_and_fetched_once(registry: Path, tmp_pat
     assert not list(tmp_path.rglob("evil.js"))
 
 
-@pytest.mark.parametrize("fault", ["other content", "a file is missing", "not there", "nobody answers"])
-def test_what_was_there_stays_where_that_fails(registry: Path, tmp_path: Path, fault: str, monkeypatch):
+@pytest.mark.parametrize("fault", ["other content", "a file is missing", "not there"])
+def test_what_was_there_stays_where_that_fails(registry: Path, tmp_path: Path, fault: str):
     expected = publish(registry, "a")
     if fault == "other content":
         publish(registry, "a", FILES | {"package/lib/a.js": b"changed"})
     elif fault == "a file is missing":
         expected = publish(registry, "a", {"package/LICENSE": b"MIT"})
-    elif fault == "not there":
-        (registry / "a" / "-" / "a-1.0.0.tgz").unlink()
     else:
-        monkeypatch.setenv("npm_config_registry", "http://127.0.0.1:1")
+        (registry / "a" / "-" / "a-1.0.0.tgz").unlink()
     folder = tmp_path / "vendor"
     folder.mkdir()
     (folder / "a.js").write_text("before")

@@ -96,13 +96,6 @@ def test_names_and_seeds_of_the_command_line(private_home: Path):
         assert len({answer["seed"] for answer in answers}) == 3
 
 
-def test_half_a_request_disturbs_nobody(url: str):
-    host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as half:
-        half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 500\r\n\r\n{")
-        assert ask(url, "hi", max_tokens=2).status_code == 200
-
-
 def test_the_page_on_the_server_is_true(url: str):
     """Requests and paths of docs/server.md, sent to this server."""
     requests = re.findall(r"^curl http://127.0.0.1:8080(\S+) -d '(.+)'$", PAGE, re.MULTILINE)
@@ -197,6 +190,10 @@ def loaded(url: str) -> list[str]:
     return [each["name"] for each in httpx.get(url + "/api/ps").json()["models"]]
 
 
+def text_of(url: str, model: str | None = None) -> str:
+    return complete(url, model).json()["choices"][0]["text"]
+
+
 def test_names_defaults_and_options_of_each(private_home: Path, draft_path: Path):
     options = ("--alias", "big", "--alias", f"small={PATHS[ONNX]}", "--draft-length", "2", "-md", str(draft_path))
     with served(private_home, PATHS[ONNX], *options, *CONTEXT, "--seed", "7") as process:
@@ -223,7 +220,7 @@ def test_a_second_model_that_is_damaged_or_goes_while_it_runs(private_home: Path
     path.write_bytes(whole)
     with served(private_home, str(path), *CONTEXT) as process:
         url = read_line(process)["url"]
-        text = complete(url, None).json()["choices"][0]["text"]
+        text = text_of(url)
         for damaged in (whole[: len(whole) // 2], b"nothing", None):
             path.unlink()
             if damaged is not None:
@@ -231,7 +228,7 @@ def test_a_second_model_that_is_damaged_or_goes_while_it_runs(private_home: Path
             answer = complete(url, "second")
             assert answer.status_code == 503 and answer.json()["error"]["code"] == "load_failed"
             assert str(tmp_path) not in answer.text and loaded(url) == ["demo"]
-        assert complete(url, "demo").json()["choices"][0]["text"] == text
+        assert text_of(url, "demo") == text
         path.write_bytes(whole)
         assert complete(url, "second").status_code == 200 and loaded(url) == ["second"]
         process.send_signal(signal.SIGTERM)
@@ -251,7 +248,7 @@ def test_one_budget_is_for_all_that_are_loaded(private_home: Path, fits_both: bo
     options = ("--drafter", "none", "--models-max", "2", "--memory", str(budget))
     with served(private_home, PATHS[ONNX], *options, *CONTEXT) as process:
         url = read_line(process)["url"]
-        texts = [complete(url, name).json()["choices"][0]["text"] for name in ("demo", "target", "demo", "target")]
+        texts = [text_of(url, name) for name in ("demo", "target", "demo", "target")]
         assert texts[0] == texts[2] and texts[1] == texts[3]
         assert sorted(loaded(url)) == (["demo", "target"] if fits_both else ["target"])
         memory = httpx.get(url + "/props?model=target").json()["memory"]
@@ -271,18 +268,6 @@ def test_a_context_that_is_chosen_at_the_load(private_home: Path, context: str):
 # -- `--idle-unload` in a process: its memory, its end while nothing is loaded or something is, the sidecar
 
 
-FIELDS: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
-
-
-def is_loaded(url: str) -> bool:
-    return "edgespec_model_loaded 1" in httpx.get(url + "/metrics").text
-
-
-def text_of(url: str) -> str:
-    answer = httpx.post(url + "/v1/completions", json=FIELDS, timeout=ENDS_WITHIN_S)
-    return answer.json()["choices"][0]["text"]
-
-
 def resident_bytes(process: subprocess.Popen[bytes]) -> int:
     lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))
@@ -299,7 +284,7 @@ def test_its_memory_goes_back_to_the_system_each_time(private_home: Path):
             texts.append(text_of(url))
             used.append(resident_bytes(process))
             until(lambda: resident_bytes(process) < used[-1] - (8 << 20), process=process)
-            assert not is_loaded(url)
+            assert not loaded(url)
         assert len(set(texts)) == 1
         assert used[-1] < used[2] + (8 << 20), used  # the first loads find room that others have left
         process.send_signal(signal.SIGTERM)  # while nothing is loaded
@@ -309,18 +294,7 @@ def test_its_memory_goes_back_to_the_system_each_time(private_home: Path):
         assert log.count("is unloaded") == log.count("is loaded, which took") >= 6 and "Traceback" not in log
 
 
-def test_what_was_learnt_of_costs_is_kept(tmp_path: Path):
-    with served(tmp_path, "--port", "0", "--idle-unload", "0.5") as process:
-        url = read_line(process)["url"]
-        assert not list(tmp_path.rglob("learnt*/*"))
-        for _ in range(3):
-            text_of(url)
-        # Closing, which follows the unloading, writes measured costs and learnt confidences.
-        until(lambda: any(tmp_path.rglob("learnt*/*")) and not is_loaded(url), process=process)
-
-
-# -- Programs that people use, against this server: the official Python clients, if they are installed; and processes
-# that are killed: no generation goes on for nobody, and no server outlives its parent
+# -- Processes that are killed: no server outlives its parent
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")

@@ -11,16 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from starlette.testclient import TestClient
 
-from edgespec.cli.serve import command
 from edgespec.config.options import ServeOptions
 from edgespec.errors import EngineError, ModelFileError, Unreachable
 from edgespec.server import facts
 from edgespec.server.app import create_app
 from edgespec.server.http_errors import as_http_error
-from edgespec.server.requests import parse_object
 from edgespec.server.run import hosts_of
 from edgespec.server.service import Limits, Service, Services
 from edgespec.server.web import NOTES
@@ -55,9 +52,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
         ({"messages": [{"role": "king", "content": "x"}]}, None, "allowed: system, user"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "only text is"),
         ({"temperature": "hot"}, "temperature", "must be a number, got 'hot'"),
-        ({"temperature": -1}, "temperature", "must be a number >= 0.0"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "give one"),
-        ({"n": 17}, "n", "must be an integer <= 16, got 17"),
         ({"n": 6}, "n", "at most 5"),
         ({"stop": [""]}, "stop.0", "length >= 1"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "digits"),
@@ -67,7 +62,6 @@ WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
         ({"stream": True, "stream_options": {"include_use": True}}, "stream_options.include_use", "did you mean"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "letters"),
-        ({"tools": [TOOL] * 129}, "tools", "length <= 128"),
         ({"functions": [{"name": "f"}]}, "functions", "use tools"),
         ({"speculative": 4}, "speculative", "must be a boolean or an object"),
         ({"speculative": {"drafters": "x"}}, "speculative.drafters", "did you mean 'drafter'"),
@@ -78,17 +72,14 @@ WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
     ],
     "/v1/responses": [
         ({}, "input", "missing"),
-        ({"input": 5}, "input", "must be a string or an array"),
         ({"input": ["x"]}, "input.0", "must be a message"),
         ({"input": [{"type": "reasoning"}]}, None, "empty"),
-        ({"input": [{"type": "item_reference"}]}, "input.0", "must be a message"),
         ({"input": "x", "previous_response_id": "a"}, "previous_response_id", "stores no responses"),
         ({"input": "x", "tools": [{"type": "local_shell"}]}, "tools.0", "function"),
         ({"input": "x", "text": {"format": BAD_FORM}}, "text.format.schema", "text.format.schema cannot be used"),
     ],
     "/v1/messages": [
         ({"max_tokens": None}, None, "max_tokens is missing"),
-        ({"messages": [{"role": "king", "content": "x"}]}, None, "user, assistant or system"),
         ({"messages": [{"role": "user", "content": "x " * 5000}]}, None, "prompt is too long: the prompt has"),
         ({"system": 5}, None, "reads text only"),
         ({"tools": [{"name": "f"}]}, None, "input_schema"),
@@ -96,10 +87,8 @@ WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
         ({"thinking": {"type": "on"}}, None, "adaptive, disabled, enabled"),
         ({"mcp_servers": [{"type": "url"}]}, None, "runs no tools itself"),
         ({"thread": {"type": "create"}}, None, "thread is not supported: no conversation is stored"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, None, "output_config.format.schema is missing"),
     ],
     "/api/chat": [
-        ({"model": 3}, None, "model must be a string"),
         ({"format": "xml"}, None, "json or a JSON schema"),
         ({"think": True}, None, "not supported"),
         ({"options": {"num_ctx": 10**6}, "messages": [{"role": "user", "content": "x " * 5000}]}, None, "--ctx-size"),
@@ -209,11 +198,6 @@ def test_what_is_not_there(client: TestClient, method: str, path: str, status: i
 def test_a_body_that_is_no_request(client: TestClient, body: bytes, words: str):
     answered = client.post(CHAT, content=body)
     assert answered.status_code == 400 and words in answered.json()["error"]["message"]
-
-
-def test_whole_numbers_of_a_body_are_exact():
-    numbers = [2**53 + 1, 2**64 - 1, -(2**63) - 1, 10**40, 0, -1]
-    assert parse_object(json.dumps({"a": numbers}).encode()) == {"a": numbers}
 
 
 @pytest.mark.parametrize(
@@ -388,17 +372,9 @@ def test_a_local_name_is_allowed(client: TestClient, host: str):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
-def test_further_names_are_allowed(service: Service, monkeypatch: pytest.MonkeyPatch, address: str):
-    given: list[ServeOptions] = []
-
-    def served(found: Services, options: ServeOptions, *_: object) -> None:
-        found.default.use(service.require().model)  # as a server that has answered
-        given.append(options)
-
-    monkeypatch.setattr("edgespec.server.run.serve", served)
-    names = ["--allowed-host", "models.example", "--allowed-host", "b.example"]
-    assert CliRunner().invoke(command, ["demo", "--host", address, *names]).exit_code == 0
-    client = client_of(service, hosts=hosts_of(given[0]))
+def test_further_names_are_allowed(service: Service, address: str):
+    options = ServeOptions(host=address, allowed_host=("models.example", "b.example"))
+    client = client_of(service, hosts=hosts_of(options))
     assert client.get("/v1/models", headers={"Host": "b.example"}).status_code == 200
     assert client.get("/v1/models", headers={"Host": "Models.example:8080"}).status_code == 200
     assert client.get("/v1/models", headers={"Host": "other.example"}).status_code == 403

@@ -71,15 +71,6 @@ async def test_a_full_queue_refuses_and_a_cancelled_job_makes_room(scheduler: Sc
     assert running.stats.new_tokens < 1900 and running.stats.finish_reason == "cancelled"
 
 
-async def test_a_prompt_is_left_while_it_is_read(scheduler: Scheduler, model: Model):
-    ids = model.encode("one two three four five six seven eight nine ten " * 180)[: model.context_length - 8]
-    (ticket,) = await scheduler.submit([Job(ids, Sampling(), SHORT)])
-    await reached(lambda: scheduler.num_running == 1)
-    ticket.cancel()
-    assert await text_of(ticket) == ""
-    assert ticket.stats.finish_reason == "cancelled" and ticket.stats.new_tokens == 0
-
-
 async def test_a_failure_reaches_its_reader_and_no_other(
     scheduler: Scheduler, model: Model, monkeypatch: pytest.MonkeyPatch
 ):

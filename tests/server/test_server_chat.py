@@ -137,12 +137,6 @@ def test_tokens_of_a_stop_string_are_not_shown(client, model, greedy, plain):
     assert "".join(tokens).startswith(shown) and len("".join(tokens[:-1])) < len(shown)
 
 
-def test_a_biased_token_is_never_sampled(client, model, greedy, plain):
-    first = model.chat(QUESTION, greedy, plain).result().token_ids[0]
-    (choice,) = ask(client, temperature=0, logprobs=True, logit_bias={str(first): -100})["choices"]
-    assert bytes(choice["logprobs"]["content"][0]["bytes"]).decode() != model.decode([first])
-
-
 def test_a_limit_of_minus_one_is_none(client, model, greedy):
     unlimited = model.chat(QUESTION, greedy).result()
     (choice,) = ask(client, temperature=0, max_tokens=-1)["choices"]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +14,15 @@ import edgespec
 from asgi_client import Client
 from demo import TEST_THREADS
 from edgespec import LoadOptions, Sampling
-from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.loading.requirements import resolve_pair
 from edgespec.server import web
 from edgespec.server.facts import show
 from edgespec.server.service import Known
 from serving import serving
-from several import DRAFT, FIELDS, GGUF, ONNX, PATHS, Host, alone
+from several import DRAFT, FIELDS, GGUF, ONNX, PATHS, Host, MakeHost, alone
 from tiny_bert import write_bert
 from tiny_gguf import SPECIALS, Shape, write_model
 from waiting import reached, until
-
-MakeHost = Callable[..., Host]
-
-
-@pytest.fixture
-def hosts() -> Iterator[MakeHost]:
-    """Makes servers that are closed with the test."""
-    made: list[Host] = []
-
-    def make(*given: Any, **settings: Any) -> Host:
-        made.append(Host(*given, **settings))
-        return made[-1]
-
-    yield make
-    for host in made:
-        host.close()
 
 
 @pytest.fixture
@@ -226,31 +208,6 @@ async def test_a_client_that_leaves_while_it_waits_keeps_no_model_out(host: Host
     assert [host[name].num_loads for name in (GGUF, ONNX)] == [1, 0]
 
 
-async def test_a_model_that_cannot_be_loaded_fails_its_requests_only(host: Host, caplog: pytest.LogCaptureFixture):
-    text = host.ask(GGUF)
-    host[ONNX].failure = CapabilityError("it needs 9 GiB, /secret/path")
-    clients = [Client(host.app, model=name, max_tokens=4) for name in (ONNX, GGUF, ONNX)]
-    for client in clients:
-        await client.task
-    assert [client.sent[0]["status"] for client in clients] == [503, 200, 503]
-    error = json.loads(clients[0].body)["error"]
-    assert error["code"] == "load_failed" and "model 'onnx' cannot be loaded" in error["message"]
-    assert b"secret" not in clients[0].body
-    assert "9 GiB" in caplog.text and host.ask(GGUF) == text
-    host[ONNX].failure = None
-    host.ask(ONNX)
-    assert host.loaded == [ONNX]
-
-
-def test_a_damaged_model_is_found_out_before_another_makes_way(host: Host):
-    host[ONNX].check_fails = ModelFileError("it is cut short")
-    answer = host.client.post("/v1/chat/completions", json=FIELDS | {"model": ONNX})
-    assert answer.status_code == 503 and answer.json()["error"]["code"] == "load_failed"
-    assert host.loaded == [GGUF]
-    host.ask(GGUF)
-    assert [host[name].num_loads for name in (GGUF, ONNX)] == [1, 0]
-
-
 async def test_too_many_that_wait_for_a_model_are_refused(hosts: MakeHost):
     host = hosts(limits={"max_queued": 1})
     running = endless(host, GGUF)
@@ -295,18 +252,12 @@ async def test_a_stop_refuses_who_waits_and_lets_the_answer_end(host: Host):
 
 def test_ollamas_keep_alive_is_of_one_model(hosts: MakeHost):
     host = hosts((GGUF, ONNX), most=2, idle_unload_s=600.0)
-
-    def ollama(model: str, **fields: Any) -> dict[str, Any]:
-        answer = host.client.post("/api/generate", json={"model": model, "stream": False} | fields)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    assert ollama(ONNX, keep_alive=0)["done_reason"] == "unload"
+    assert host.ollama(model=ONNX, keep_alive=0)["done_reason"] == "unload"
     until(lambda: host.loaded == [GGUF])
-    assert ollama(ONNX, keep_alive=-1)["done_reason"] == "load" and host.loaded == [GGUF, ONNX]
+    assert host.ollama(model=ONNX, keep_alive=-1)["done_reason"] == "load" and host.loaded == [GGUF, ONNX]
     expires = {each["name"]: each["expires_at"] for each in host.client.get("/api/ps").json()["models"]}
     assert expires[ONNX].startswith("9999") and not expires[GGUF].startswith("9999")
-    assert ollama(GGUF, keep_alive=0)["done_reason"] == "unload"
+    assert host.ollama(model=GGUF, keep_alive=0)["done_reason"] == "unload"
     until(lambda: host[GGUF].is_closed)
     assert host.loaded == [ONNX] and host[ONNX].num_loads == 2
 
@@ -317,7 +268,6 @@ def test_ollamas_keep_alive_is_of_one_model(hosts: MakeHost):
 FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 DECODER = {"llama.pooling_type": np.uint32(3), "tokenizer.ggml.add_eos_token": True}
 MAKE: dict[str, Callable[[Path], object]] = {
-    "demo": lambda _: PATHS[GGUF],
     "graph": lambda _: PATHS[ONNX],
     "coder": lambda path: write_model(path, Shape(specials=(*SPECIALS, *FIM))),
     "decoder of embeddings": lambda path: write_model(path, metadata=DECODER),
@@ -328,7 +278,6 @@ MAKE: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize(
     ("kind", "options", "capabilities"),
     [
-        ("demo", {}, ["completion", "tools"]),
         ("graph", {"context_length": 512}, ["completion", "tools"]),
         ("coder", {"context_length": 0}, ["completion", "insert"]),
         ("coder", {"pooling": "mean"}, ["embedding", "completion", "insert"]),

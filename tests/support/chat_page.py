@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from browser import Browser
@@ -31,6 +33,19 @@ def forget(browser: Browser) -> None:
     browser.value(f"import('/static/store.js').then(async (s) => {{ {code} }})")
     browser.value("history.replaceState(null, '', '/')")
     reload(browser)
+
+
+@contextmanager
+def watched(browser: Browser, url: str) -> Iterator[None]:
+    """The page without stored conversations; in the block it complains of nothing and asks nobody else."""
+    browser.failures.clear()
+    browser.requested.clear()
+    browser.open(url)
+    browser.until(READY)
+    forget(browser)
+    yield
+    assert browser.failures == []
+    assert [each for each in browser.requested if not each.startswith((url, "data:", "blob:"))] == []
 
 
 def put(browser: Browser, *contents: str, **fields: Any) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import gguf
 import numpy as np
 
+from tiny_gguf import begin
+
 
 class Size(NamedTuple):
     """Of a Llama: layers, hidden size, inner size, numbers of heads."""
@@ -25,14 +27,8 @@ KV, VOCABULARY = 1024, 4000
 def write_header(path: Path, size: Size) -> int:
     """A header like that of a Llama 3 in Q4_K, over a hole of a file; the bytes of its weights."""
     layers, width, inner, heads = size
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(131072)
-    writer.add_embedding_length(width)
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(inner)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(8)
-    writer.add_layer_norm_rms_eps(1e-5)
+    sizes = {"layers": layers, "width": width, "hidden": inner, "heads": heads, "kv_heads": 8}
+    writer = begin(path, "llama", context=131072, **sizes)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"t{i}" for i in range(VOCABULARY)])
     q4, f32 = gguf.GGMLQuantizationType.Q4_K, gguf.GGMLQuantizationType.F32

@@ -1,7 +1,8 @@
-"""What several tests of losslessness share: a drafter, one run of the loop, prompts."""
+"""What tests of losslessness share: drafters, one run of the loop, prompts, joint laws of sampled text."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,21 +21,12 @@ from edgespec.reports import TokenEvent
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
-from edgespec.types import Draft
-from laws import chi_square_score
-from table_engine import TableEngine
+from edgespec.types import Draft, TokenIds
 
 VOCABULARY = 10
 DEMO = ROOT / "models" / "demo" / "manifest.toml"
 GREEDY = Sampling(temperature=0.0)
 PLAIN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-PENALISED_GREEDY = Sampling(temperature=0.0, repeat_penalty=1.5, presence_penalty=0.5, logit_bias={3: -2})
-SAMPLINGS = (
-    GREEDY,
-    PLAIN,
-    Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, seed=9),
-    Sampling(temperature=1.2, repeat_penalty=1.3, frequency_penalty=0.2, penalty_window=8, logit_bias={3: -2}, seed=4),
-)
 PROMPTS = (
     "Find me a cheap Italian restaurant in San Jose for tonight.",
     "Write a Python function `clamp(value, low, high)`: Limit a value to a range.",
@@ -43,6 +35,19 @@ PROMPTS = (
 
 
 TEMPERATURES = 0.0, 0.8, 1.2, 1.2, 0.0, 0.8  # of the prompts, each twice
+
+
+def run_of(
+    target: CachedSequence,
+    sampling: Sampling,
+    num_tokens: int,
+    prompt: Sequence[int] | TokenIds = (0, 1),
+    *,
+    logprobs: bool = True,
+) -> Run:
+    """An answer of so many tokens, which nothing else ends."""
+    sampler = Sampler(sampling, target.engine.vocabulary.size)
+    return Run(target, np.array(prompt, np.int32), sampler, StopRules(frozenset(), (), num_tokens), logprobs)
 
 
 def run_once(
@@ -55,8 +60,7 @@ def run_once(
     *,
     logprobs: bool = True,
 ) -> list[TokenEvent]:
-    sampler = Sampler(sampling, target.engine.vocabulary.size)
-    run = Run(target, np.array([0, 1], np.int32), sampler, StopRules(frozenset(), (), num_tokens), logprobs)
+    run = run_of(target, sampling, num_tokens, logprobs=logprobs)
     if drafter is None:
         return list(autoregressive(run))
     return list(speculative(run, FixedLength(drafter, length), RULES[rule]))
@@ -116,22 +120,6 @@ def assert_window_changes_no_text(target: str, drafter: Any, **options: Any) -> 
         assert model.generate(ids, sampling, usual).token_ids == plain.token_ids
 
 
-def score_of_pairs(target: TableEngine, drafter: Drafter, rule: str) -> tuple[float, list[TokenEvent]]:
-    """The law of pairs of tokens in texts of a table of order 1, as a standard normal score; and all their tokens."""
-    cached, size, found = CachedSequence(target), target.vocabulary.size, list[TokenEvent]()
-    counts = np.zeros((size, size))
-    for seed in range(6):
-        events = run_once(cached, drafter, rule, 3, replace(PLAIN, seed=seed), 4000, logprobs=False)
-        ids = [1, *(event.token_id for event in events)]
-        found += events
-        np.add.at(counts, (ids[:-1], ids[1:]), 1)
-    expected = np.zeros_like(counts)
-    for before in range(size):
-        weights = np.exp(target.row([before]).astype(np.float64))
-        expected[before] = counts[before].sum() * weights / weights.sum()
-    return chi_square_score(counts, expected, size * (size - 1)), found
-
-
 def side_branches(draft: Draft) -> int:
     return sum(node not in draft.parents for node in range(draft.num_tokens)) - 1
 
@@ -145,3 +133,13 @@ def paths(draft: Draft) -> Iterator[tuple[list[int], list[int]]]:
         children = draft.token_ids[draft.children_of(node)].tolist()
         if children:
             yield path, children
+
+
+ALPHA_1E6 = 4.75  # standard normal score
+
+
+def chi_square_score(counts: np.ndarray, expected: np.ndarray, freedom: int) -> float:
+    """Wilson-Hilferty: the statistic as a standard normal score."""
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    root = math.cbrt(statistic / freedom)
+    return (root - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))

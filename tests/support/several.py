@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,6 @@ class Served:
         self.opened: list[Model] = []
         self.num_loads = 0
         self.failure: Exception | None = None
-        self.check_fails: Exception | None = None
         self.gate = threading.Event()
         self.gate.set()
 
@@ -48,8 +47,7 @@ class Served:
         return Known.read(self.options, pair, edgespec.Sampling(**recommended), GenerateOptions().max_tokens)
 
     def check(self) -> None:
-        if self.check_fails is not None:
-            raise self.check_fails
+        pass
 
     def fits(self) -> bool:
         return True
@@ -102,10 +100,20 @@ class Host:
         assert answer.json()["model"] == (model or next(iter(self.models)))
         return str(answer.json()["choices"][0]["message"]["content"])
 
+    def ollama(self, path: str = "/api/generate", **fields: Any) -> dict[str, Any]:
+        stream = {} if path == "/api/show" else {"stream": False}
+        answer = self.client.post(path, json={"model": GGUF} | stream | fields)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
     def close(self) -> None:
         for each in self.models.values():
             each.gate.set()
         self.services.close()
+
+
+MakeHost = Callable[..., Host]
 
 
 def alone(name: str) -> str:

@@ -16,18 +16,17 @@ import numpy as np
 
 from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
-from edgespec.control.base import NOTHING, Controller, FixedLength, Proposal
+from edgespec.control.base import NOTHING, Controller, FixedLength
 from edgespec.control.constants import KNOWN_AFTER, MOST_ROW
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost
 from edgespec.control.prices import RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.growth import CHAIN_PRIOR
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.engines.sequence import Passes, at_once
+from edgespec.engines.sequence import at_once
 from edgespec.reports import RoundRecord
 from edgespec.sampling.sampler import Sampler
-from edgespec.types import EMPTY_DRAFT, Batch, Draft, Evidence, Logits, TokenIds, Verdict
-from table_engine import TableEngine
+from edgespec.types import EMPTY_DRAFT, Draft, Evidence, TokenIds, Verdict
 
 VOCABULARY = 4096
 TRACES = Path(__file__).parent / "data" / "traces.npz"
@@ -310,27 +309,6 @@ class World:
                 self.machine.context_tokens = position
                 self.clock.now_s += self.machine.seconds(1, self.clock())
         return self.clock() - started_s
-
-
-class Watched(AutoController):
-    """Counts the drafts with branches that it proposes."""
-
-    branched = 0
-
-    def proposing(self, request: DraftRequest) -> Passes[Proposal]:
-        proposal = yield from super().proposing(request)
-        self.branched += not proposal.draft.is_chain
-        return proposal
-
-
-class Timed(TableEngine):
-    """A pass takes one second and `row_s` for each further row, on a clock of its own."""
-
-    row_s, now_s = 0.0, 0.0
-
-    def forward(self, batch: Batch) -> Logits:
-        self.now_s += 1.0 + self.row_s * (batch.width - 1)
-        return super().forward(batch)
 
 
 # -- texts

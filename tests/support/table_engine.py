@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,33 @@ class LetterVocabulary(Vocabulary):
     def token_name(self, token_id: int) -> str:
         self.check_id(token_id)
         return LETTERS[token_id] if token_id < len(LETTERS) else f"[{token_id}]"
+
+
+class Words(Vocabulary):
+    """Given tokens by their bytes; empty ones are control tokens called `<name>`. A text is cut at the longest."""
+
+    def __init__(
+        self, pieces: list[bytes], *, bos: int | None = None, ends: tuple[int, ...] = (), **names: int
+    ) -> None:
+        self.size, self.bos_id, self.adds_bos, self.end_ids = len(pieces), bos, bos is not None, frozenset(ends)
+        self.chat_template = None
+        self._given, self._names = pieces, {token_id: f"<{name}>" for name, token_id in names.items()}
+
+    def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:
+        ids, data = [], text.encode()
+        while data:
+            fitting = [i for i, piece in enumerate(self._given) if piece and data.startswith(piece)]
+            if not fitting:
+                raise PromptError("this cannot be written")
+            ids.append(max(fitting, key=lambda i: len(self._given[i])))
+            data = data[len(self._given[ids[-1]]) :]
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._given[token_id]
+
+    def token_name(self, token_id: int) -> str:
+        return self._names.get(token_id, repr(self._given[token_id]))
 
 
 class Switch:
@@ -110,31 +137,13 @@ class TableEngine(BookedEngine):
 
     @classmethod
     def random(
-        cls,
-        vocabulary_size: int = 10,
-        *,
-        order: int = 2,
-        seed: int = 0,
-        spread: float = 2.0,
-        context_length: int = 256,
-        max_sequences: int = 4,
-        max_batch: int = 64,
-        end_id: int | None = None,
-        can_rollback: bool = True,
+        cls, vocabulary_size: int = 10, *, order: int = 2, seed: int = 0, spread: float = 2.0, **facts: Any
     ) -> Self:
         """Normal logits of standard deviation `spread`: one row per context while that is few, shared rows beyond."""
         affordable = max(MAX_TABLE_BYTES // (4 * vocabulary_size), 16)
         rows = min((vocabulary_size + 1) ** order, MAX_ROWS, affordable)
         draws = np.random.default_rng(seed).standard_normal((rows, vocabulary_size), np.float32)
-        return cls(
-            draws * np.float32(spread),
-            order=order,
-            context_length=context_length,
-            max_sequences=max_sequences,
-            max_batch=max_batch,
-            end_id=end_id,
-            can_rollback=can_rollback,
-        )
+        return cls(draws * np.float32(spread), order=order, **facts)
 
     def related(self, sigma: float, seed: int = 1) -> Self:
         """A draft: an engine like this one whose logits differ by normal noise of standard deviation `sigma`."""

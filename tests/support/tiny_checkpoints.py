@@ -23,99 +23,39 @@ TEXTS = (
     "Every morning a small orchestra of kettles, pigeons and bicycles begins its rehearsal under my window.",
     "def the_other(there, these):\n    return there + these  # there and then\n",
 )
-BASE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-    "bos_token_id": 397,
-    "eos_token_id": 398,
-    "pad_token_id": 398,
+BASE: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+BASE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5}
+BASE |= {"rope_theta": 500.0, "hidden_act": "silu", "tie_word_embeddings": True}
+BASE |= {"bos_token_id": 397, "eos_token_id": 398, "pad_token_id": 398}
+LLAMA3_SCALING: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3_SCALING |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+GEMMA: dict[str, Any] = {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def hub(architecture: str, model_type: str, tokenizer: str, /, **settings: Any) -> tuple[dict[str, Any], str]:
+    """(What config.json says besides BASE, kind of tokenizer)."""
+    return {"architectures": [architecture], "model_type": model_type, **settings}, tokenizer
+
+
+GEMMA_LAYERS: dict[str, Any] = {
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
-LLAMA3_SCALING = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-GEMMA = {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
-# Name of a case -> (what config.json says besides BASE, kind of tokenizer).
-CASES: dict[str, tuple[dict[str, Any], str]] = {
-    "llama": (
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "rope_scaling": LLAMA3_SCALING,
-            "tie_word_embeddings": False,
-            "attention_bias": True,
-            "mlp_bias": True,
-        },
-        "llama-bpe",
+GEMMA_LAYERS |= {"rope_local_base_freq": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
+WITH_BIASES: dict[str, Any] = {"rope_scaling": LLAMA3_SCALING, "attention_bias": True, "mlp_bias": True}
+GPT2: dict[str, Any] = {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 256, "layer_norm_epsilon": 1e-5}
+CASES = {
+    "llama": hub("LlamaForCausalLM", "llama", "llama-bpe", **WITH_BIASES, **UNTIED),
+    "smollm2": hub("LlamaForCausalLM", "llama", "smollm"),
+    "mistral": hub("MistralForCausalLM", "mistral", "llama-spm", head_dim=32, sliding_window=None, **UNTIED),
+    "qwen2": hub("Qwen2ForCausalLM", "qwen2", "qwen2"),
+    "qwen3": hub("Qwen3ForCausalLM", "qwen3", "qwen2", head_dim=32),
+    "smollm3": hub("SmolLM3ForCausalLM", "smollm3", "llama-bpe", num_hidden_layers=5),
+    "gemma3": hub(
+        *("Gemma3ForCausalLM", "gemma3_text", "gemma-spm"), **GEMMA, **GEMMA_LAYERS, query_pre_attn_scalar=32
     ),
-    "smollm2": ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "smollm"),
-    "mistral": (
-        {
-            "architectures": ["MistralForCausalLM"],
-            "model_type": "mistral",
-            "head_dim": 32,
-            "sliding_window": None,
-            "tie_word_embeddings": False,
-        },
-        "llama-spm",
-    ),
-    "qwen2": ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}, "qwen2"),
-    "qwen3": ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}, "qwen2"),
-    "smollm3": (
-        {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "num_hidden_layers": 5},
-        "llama-bpe",
-    ),
-    "gemma": ({"architectures": ["GemmaForCausalLM"], "model_type": "gemma", **GEMMA}, "gemma-spm"),
-    "gemma2": (
-        {
-            "architectures": ["Gemma2ForCausalLM"],
-            "model_type": "gemma2",
-            **GEMMA,
-            "query_pre_attn_scalar": 32,
-            "attn_logit_softcapping": 4.0,
-            "final_logit_softcapping": 8.0,
-            "sliding_window": 6,
-        },
-        "gemma-spm",
-    ),
-    "gemma3": (
-        {
-            "architectures": ["Gemma3ForCausalLM"],
-            "model_type": "gemma3_text",
-            **GEMMA,
-            "query_pre_attn_scalar": 32,
-            "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_local_base_freq": 100.0,
-            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
-        },
-        "gemma-spm",
-    ),
-    "gpt2": (
-        {
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            "n_embd": 64,
-            "n_head": 4,
-            "n_layer": 3,
-            "n_positions": 256,
-            "layer_norm_epsilon": 1e-5,
-            "activation_function": "gelu_new",
-        },
-        "gpt-2",
-    ),
+    "gpt2": hub("GPT2LMHeadModel", "gpt2", "gpt-2", **GPT2, activation_function="gelu_new"),
 }
 GEMMA_ROTATION = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 900.0},
@@ -201,7 +141,7 @@ def is_gelu(found: Architecture) -> bool:
 def read_weights(folder: Path) -> dict[str, NDArray[np.float32]]:
     """All tensors of a checkpoint as float32."""
     checkpoint = Checkpoint.open(folder)
-    return {name: checkpoint.weights(name) for name in checkpoint.names()}
+    return {name: checkpoint.weights(name) for name in checkpoint.tensors}
 
 
 def write_safetensors(path: Path, weights: dict[str, NDArray[np.float32]], dtype: str = "F32") -> None:
@@ -221,7 +161,7 @@ def write_safetensors(path: Path, weights: dict[str, NDArray[np.float32]], dtype
 def shard(folder: Path, parts: int = 3) -> dict[str, str]:
     """Cut the weights of `folder` into files as large models come; returns tensor name -> file name."""
     checkpoint = Checkpoint.open(folder)
-    names = list(checkpoint.names())
+    names = list(checkpoint.tensors)
     placed = dict[str, str]()
     for part in range(parts):
         file = f"model-{part + 1:05d}-of-{parts:05d}.safetensors"

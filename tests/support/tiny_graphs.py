@@ -15,6 +15,8 @@ from edgespec.export.gguf.convert import OUTPUT_TYPES, convert, own_precision, q
 from edgespec.export.onnx.writer import convert_gguf, open_gguf
 from edgespec.types import Batch, Logits
 from edgespec.vocabulary import Vocabulary
+from tiny_architectures import CASES as ARCHITECTURES
+from tiny_architectures import write
 from tiny_checkpoints import TOKEN_IDS, write_checkpoint
 
 CASES = ("llama", "smollm2", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3")
@@ -29,7 +31,10 @@ def tiny_files(folder: Path) -> Callable[[str], Path]:
     def make(case: str) -> Path:
         if case not in made:
             made[case] = folder / f"{case}.gguf"
-            convert(write_checkpoint(folder / case, case), made[case], "f32")
+            if case in ARCHITECTURES:
+                write(made[case], ARCHITECTURES[case])
+            else:
+                convert(write_checkpoint(folder / case, case), made[case], "f32")
         return made[case]
 
     return make

@@ -7,16 +7,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edgespec import Sampling
+from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.heads import EagleDrafter, HeadDrafter, MedusaDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.head import WINDOW, Confidences, DraftHead, HeadFacts, States
+from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import BatchError, Cancelled, ContextFull
 from edgespec.formats.head_file import HeadFile, HeadManifest
 from edgespec.kernels.library import library_path
+from edgespec.sampling.sampler import Sampler
 from edgespec.types import Batch, Logits, TokenIds
 from table_engine import LetterVocabulary, TableEngine
 from trainlib.head_files import write_head_file
 
+KINDS = ("medusa", "eagle")
+VOCABULARY = 10
 LAYERS = 0, 2  # whose inputs an OpenHead reads
 LARGE = 100.0  # where SiLU is the identity, and a state is small beside a row
 
@@ -170,7 +176,7 @@ class OpenBlock(OpenCache):
         assert features.shape[1] == self.facts.feature_width
         self.append([(0, number) for number in features[:, 0].tolist()])
 
-    def block(self, token_id: int) -> tuple[Logits, Confidences | None]:
+    def block(self, token_id: int, most: int | None = None) -> tuple[Logits, Confidences | None]:
         self.heed_cancel()
         self.num_blocks += 1
         rows = []
@@ -178,3 +184,23 @@ class OpenBlock(OpenCache):
             rows.append(self.table[token_id] + self.share_of_state * (self.pairs[-1][1] if self.pairs else 0.0))
             token_id = int(rows[-1].argmax())
         return np.stack(rows), self.confidences
+
+
+# -- requests for drafts from the states of tables
+
+
+def table(
+    seed: int = 1, order: int = 1, context_length: int = 400, engine: type[TableEngine] = TableEngine
+) -> TableEngine:
+    return engine.random(VOCABULARY, order=order, seed=seed, context_length=context_length)
+
+
+def with_features(target: TableEngine) -> CachedSequence:
+    cached = CachedSequence(target)
+    cached.keep_features(True)
+    return cached
+
+
+def request(text: np.ndarray, states: np.ndarray, most: int = 4, temperature: float = 0.0) -> DraftRequest:
+    sampler = Sampler(Sampling(temperature=temperature, seed=1), 299)
+    return DraftRequest(text, most, sampler, features=states)

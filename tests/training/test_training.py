@@ -19,6 +19,7 @@ with warnings.catch_warnings():
     from trainlib import demo_network
     from trainlib import demo_texts as texts
     from trainlib.demo_network import BatchSchedule, DocumentSampler, network_config, pretrain, split_documents
+    from trainlib.optimise import Muon
 
 TINY = network_config(32, 48, layers=3, heads=2, kv_heads=1, head_dim=16, vocab_size=320)
 TEXTS = [
@@ -87,3 +88,21 @@ def test_the_sampler_depends_on_its_position_alone() -> None:
         batch = one.batch(2, 20)
     other.position = one.position - 40
     assert torch.equal(other.batch(2, 20), batch)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon to compare with")
+@pytest.mark.parametrize("shape", [(48, 16), (16, 48)])
+def test_steps_of_muon_are_those_of_torch(shape: tuple[int, int]) -> None:
+    """In float32, while torch's own computes in bfloat16."""
+    torch.manual_seed(0)
+    start = torch.randn(shape)
+    gradients = [torch.randn(shape) for _ in range(5)]
+    ends = []
+    for kind in (Muon, torch.optim.Muon):
+        weight = torch.nn.Parameter(start.clone())
+        optimizer = kind([weight], lr=0.02, weight_decay=0.05, momentum=0.95)
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            optimizer.step()
+        ends.append(weight.detach() - start)
+    assert float((ends[0] - ends[1]).norm() / ends[1].norm()) < 0.03  # bfloat16 has 8 bits

@@ -1,8 +1,8 @@
 """Assigns cells of the KV cache to sequences: the only module that adds and removes llama.cpp sequence ids.
 
 Ids: first our own sequences, then a pool of branch ids for trees, which there are none of where sequences have streams
-of their own. A branch id mirrors one of our sequences up to some length and is updated when a tree needs it. What
-shortens a sequence shortens its mirrors as well, so that no cell remains of a token that was dropped.
+of their own. While a tree is unsettled its branch ids share the cells of its sequence; what changes that sequence
+drops them first, so that no cell remains of a token that was dropped.
 
 A pass can fail, be cancelled, or be interrupted by Ctrl-C between any two calls. Therefore `lengths` decreases before
 cells are removed and increases after they are added: the library may hold more than `lengths` says, never less, and
@@ -38,15 +38,13 @@ class Cells:
         self._last_position = llama.llama_memory_seq_pos_max
         self._branch_ids = range(settings.max_sequences, settings.sequence_ids)
         self._has_streams, self._keeps_state = settings.streams, settings.keeps_state
-        self._mirrors: dict[int, tuple[int, int]] = {}  # branch id -> (sequence, tokens mirrored)
-        self._lengths = book.lengths
+        self._book, self._lengths = book, book.lengths
         self._branches: Branches = {}  # of unsettled trees
 
     def prepare(self, placed: dict[int, SequenceRows]) -> Branches:
-        """Prepare the cache for a batch, and give every branch of its trees an id.
+        """Prepare the cache for a batch, and give every branch of its trees an id; the main chain keeps the sequence's.
 
-        A side branch gets an id that mirrors its sequence; the main chain keeps the sequence's own. Raises BatchError
-        when there are too few ids, CapabilityError when there are none, before anything is changed.
+        Raises BatchError when there are too few ids, CapabilityError when there are none, before anything is changed.
         """
         trees = {sequence: part for sequence, part in placed.items() if part.is_tree}
         needed = {sequence: len(leaves(part.parents)) - 1 for sequence, part in trees.items()}
@@ -54,67 +52,60 @@ class Cells:
             raise CapabilityError(
                 "this model was loaded for chains only: trees need a cache that rolls back, and reproducible=False"
             )
-        if sum(needed.values()) > len(self._branch_ids):
+        for sequence in [each for each in self._branches if not self._book.is_unsettled(each)]:
+            self._drop_branches(sequence)  # of a pass that failed
+        held = {branch for rows in self._branches.values() for row in rows for branch in row}
+        free = [branch for branch in self._branch_ids if branch not in held]
+        if sum(needed.values()) > len(free):
             raise BatchError(
-                f"the trees of this batch have {sum(needed.values())} side branches, this engine was loaded for "
-                f"{len(self._branch_ids)}; draft fewer branches or load with a larger max_branches"
+                f"the trees of this batch have {sum(needed.values())} side branches, this engine has room for "
+                f"{len(free)}; draft fewer branches or load with a larger max_branches"
             )
         for sequence in placed:
             self.trim(sequence)
-        free = list(self._branch_ids)
         for sequence, part in trees.items():
-            free.sort(key=lambda branch: self._mirrors.get(branch, (sequence, 0))[0] != sequence)
             chosen, free = free[: needed[sequence]], free[needed[sequence] :]
-            for branch in chosen:
-                self._bring_up_to_date(branch, sequence)
             self._branches[sequence] = branches_through(part.parents, [sequence, *chosen])
+            for branch in chosen:
+                self._copy(self._memory, sequence, branch, -1, END)
         return {sequence: self._branches[sequence] for sequence in trees}
 
-    def _bring_up_to_date(self, branch: int, sequence: int) -> None:
-        owner, mirrored = self._mirrors.pop(branch, (sequence, 0))
-        mirrored = mirrored if owner == sequence else 0
-        self._trim(branch, mirrored)
-        if mirrored < self._lengths[sequence]:
-            self._copy(self._memory, sequence, branch, mirrored, self._lengths[sequence])
-        self._mirrors[branch] = (sequence, self._lengths[sequence])
+    def _drop_branches(self, sequence: int) -> None:
+        for branch in {branch for row in self._branches.get(sequence, ()) for branch in row} - {sequence}:
+            self._remove(self._memory, branch, -1, END)
+        self._branches.pop(sequence, None)
 
     def trim(self, sequence: int) -> None:
         """Remove what an unfinished pass added to a sequence."""
-        self._trim(sequence, self._lengths[sequence])
-
-    def _trim(self, owned: int, length: int) -> None:
-        if self._last_position(self._memory, owned) >= length and not self._remove(self._memory, owned, length, END):
+        length = self._lengths[sequence]
+        if self._last_position(self._memory, sequence) < length:
+            return
+        if not self._remove(self._memory, sequence, length, END):
             raise EngineError("an unfinished pass left a state that this model cannot roll back; roll back to 0 first")
 
     def drop_from(self, position: int, sequence: int) -> None:
         """Remove a sequence's tokens from `position` on. Raises CapabilityError when the library refuses."""
-        mirrors = [branch for branch, (owner, _) in self._mirrors.items() if owner == sequence]
         self._lengths[sequence] = position
-        for branch in mirrors:
-            self._mirrors[branch] = (sequence, min(self._mirrors[branch][1], position))
-        for owned in (sequence, *mirrors):
-            if not self._remove(self._memory, owned, position, END):
-                raise CapabilityError(f"llama.cpp cannot roll this cache back to {position} tokens; use --drafter none")
+        self._drop_branches(sequence)
+        if not self._remove(self._memory, sequence, position, END):
+            raise CapabilityError(f"llama.cpp cannot roll this cache back to {position} tokens; use --drafter none")
 
     def keep_branch(self, path: list[int], part: SequenceRows, sequence: int) -> None:
         """Keep the rows of `path` and remove the rest of the tree."""
-        kept, branches = part.base + len(path), self._branches.pop(sequence)
-        winner = branches[path[-1]][0] if path else sequence
+        kept = part.base + len(path)
+        winner = self._branches[sequence][path[-1]][0] if path else sequence
         if winner == sequence:
             self._remove(self._memory, sequence, kept, END)
         else:
             self._remove(self._memory, sequence, part.base, END)
             self._copy(self._memory, winner, sequence, part.base, kept)
-        for branch in {branch for row in branches for branch in row} - {sequence}:
-            self._remove(self._memory, branch, part.base, END)
+        self._drop_branches(sequence)
         self._lengths[sequence] = kept
 
     def forget(self, sequence: int) -> None:
         """Empty a sequence, which unlike a rollback always works."""
         self._lengths[sequence] = 0
-        for branch in [branch for branch, (owner, _) in self._mirrors.items() if owner == sequence]:
-            self._remove(self._memory, branch, -1, END)
-            del self._mirrors[branch]
+        self._drop_branches(sequence)
         self._remove(self._memory, sequence, -1, END)
 
     def fork(self, source: int, destination: int) -> None:
@@ -124,7 +115,7 @@ class Cells:
         copy the latest, although the last rows were dropped: it goes through a saved one. Raises EngineError.
         """
         if self._keeps_state:
-            self.load(self.save(source), self._lengths[source], destination)
+            self.load(self.state(source).data, self._lengths[source], destination)
             return
         self.trim(source)
         self.forget(destination)
@@ -148,15 +139,8 @@ class Cells:
         if result < 0:
             raise EngineError(f"llama.cpp failed on a copy of a sequence (result {result}): {complaints()}")
 
-    def save(self, sequence: int) -> memoryview:
-        """A sequence's state."""
-        return self._state(sequence).data
-
-    def running_state(self, sequence: int) -> NDArray[np.uint8]:
-        """A sequence's running state, without its keys and values."""
-        return self._state(sequence, RUNNING_STATE_ONLY)
-
-    def _state(self, sequence: int, flags: int = 0) -> NDArray[np.uint8]:
+    def state(self, sequence: int, flags: int = 0) -> NDArray[np.uint8]:
+        """A sequence's state; with RUNNING_STATE_ONLY without its keys and values."""
         self.trim(sequence)
         size = int(library().llama_state_seq_get_size_ext(self._context, sequence, flags))
         state = np.empty(size, np.uint8)

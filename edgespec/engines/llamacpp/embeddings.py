@@ -18,9 +18,7 @@ from typing import Any, NoReturn, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import Engine
-from edgespec.engines.booked import check_text
-from edgespec.engines.llamacpp.facts import read_facts
+from edgespec.engines.booked import BookedEngine, SequenceBook, check_text
 from edgespec.engines.llamacpp.library import ABORTED, CancelFlag, check_pass, complaints, forget_complaints, library
 from edgespec.engines.llamacpp.rows import PairRows
 from edgespec.engines.llamacpp.settings import (
@@ -29,29 +27,30 @@ from edgespec.engines.llamacpp.settings import (
     CELLS_MULTIPLE,
     NO_POOLING,
     ContextSettings,
-    choose_context_length,
     new_context,
     open_for,
+    read_facts,
 )
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_files import HeldFiles
 from edgespec.engines.model_use import ModelUse
-from edgespec.errors import CapabilityError, EngineError
+from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import check_gguf, model_files
+from edgespec.formats.gguf.header import GgufHeader
 from edgespec.platform.memory import spare_memory
 from edgespec.types import PoolingName, TokenIds
 
 
-class EncoderEngine(Engine):
+class EncoderEngine(BookedEngine):
     """An encoder whose file names a pooling. Make it with `load`. It has no cache: only `embed` runs a pass."""
 
     vocabulary: LlamaCppVocabulary
 
-    def __init__(self, path: Path, model: Any, settings: ContextSettings) -> None:
-        self._model, self._cancel, self._is_open = model, CancelFlag(), True
+    def __init__(self, path: Path, header: GgufHeader, model: Any, settings: ContextSettings) -> None:
+        self._model, self._cancel, self._book = model, CancelFlag(), SequenceBook(settings.max_sequences)
         self.vocabulary = LlamaCppVocabulary(model)
         self.facts = replace(
-            read_facts(model, settings),
+            read_facts(model, header, settings),
             can_rollback=False,
             max_branches=0,
             writes=False,
@@ -70,11 +69,12 @@ class EncoderEngine(Engine):
             raise CapabilityError(
                 f"{path.name} gives embeddings, which a model on RPC servers does not: leave out --rpc"
             )
-        length = choose_context_length(path, check_gguf(path).context_length, use.context_length, use.default_context)
+        header = check_gguf(path)
+        length = use.length_for(path.name, header.context_length)
         settings = ContextSettings.checked(use, length)
         model = open_for(path, settings)
         try:
-            return cls(path, model, settings)
+            return cls(path, header, model, settings)
         except BaseException:
             library().llama_model_free(model)
             raise
@@ -85,40 +85,18 @@ class EncoderEngine(Engine):
         self._held.check()
         return self._embedder.embed(token_ids, pooling)
 
-    def length(self, sequence: int = 0) -> int:
-        self._require_open()
-        return 0
-
-    def rollback(self, to_length: int, sequence: int = 0) -> None:
-        self._require_open()
-        if to_length:
-            self._refuse()
-
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         self._require_open()
         raise CapabilityError(f"{self.facts.architecture} models give embeddings and keep no cache: they write no text")
 
     forward = keep_path = fork = save_state = load_state = _refuse
+    _score = _copy = _state = _restore = _refuse
 
-    def cancel(self) -> None:
-        self._require_open()
-        self._cancel.set()
-
-    def clear_cancel(self) -> None:
-        self._require_open()
-        self._cancel.clear()
-
-    def close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._held.close()
-            self.vocabulary.close()
-            self._embedder.close()
-            library().llama_model_free(self._model)
-
-    def _require_open(self) -> None:
-        if not self._is_open:
-            raise EngineError("this engine is closed; load the model again")
+    def _free(self) -> None:
+        self._held.close()
+        self.vocabulary.close()
+        self._embedder.close()
+        library().llama_model_free(self._model)
 
 
 LEAST_CELLS = 512

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,14 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.closing import closed_on_failure
-from edgespec.engines.base import EngineFacts, StatesOf, check_threads
+from edgespec.engines.base import EngineFacts, check_threads
 from edgespec.engines.booked import BookedEngine, Checkpoints, SequenceBook, SequenceRows, check_text
-from edgespec.engines.llamacpp.cells import Cells
+from edgespec.engines.llamacpp.cells import RUNNING_STATE_ONLY, Cells
 from edgespec.engines.llamacpp.embeddings import Embedder
-from edgespec.engines.llamacpp.facts import measured_facts, read_facts
-from edgespec.engines.llamacpp.footprint import ONLY_ASKED, RunningState
+from edgespec.engines.llamacpp.footprint import ONLY_ASKED, num_snapshots
 from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT as HEAD_CONTEXT
-from edgespec.engines.llamacpp.heads import MTP_STATES, Head, load_head, own_layers
+from edgespec.engines.llamacpp.heads import MTP_STATES, Head, load_head
 from edgespec.engines.llamacpp.library import (
     CancelFlag,
     check_pass,
@@ -37,14 +35,16 @@ from edgespec.engines.llamacpp.library import (
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
 from edgespec.engines.llamacpp.settings import (
     ContextSettings,
-    choose_context_length,
     create_context,
     open_for,
+    placement_of,
+    read_facts,
 )
 from edgespec.engines.llamacpp.states import HiddenStates
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
+from edgespec.engines.widths import METHOD, PREFIX, pinned_facts
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import (
     HEAD_NAMES,
@@ -56,6 +56,7 @@ from edgespec.formats.gguf.check import (
 )
 from edgespec.formats.gguf.header import GgufHeader, read_header
 from edgespec.formats.gguf.heads import check_cache
+from edgespec.platform.disk_cache import file_key, key_of
 from edgespec.types import Batch, Logits, PoolingName, TokenIds
 
 
@@ -67,7 +68,9 @@ class LlamaCppEngine(BookedEngine):
 
     vocabulary: LlamaCppVocabulary
 
-    def __init__(self, path: Path, model: Any, context: Any, settings: ContextSettings, cancel: CancelFlag) -> None:
+    def __init__(
+        self, path: Path, header: GgufHeader, model: Any, context: Any, settings: ContextSettings, cancel: CancelFlag
+    ) -> None:
         llama = library()
         self._path, self._settings, self._cancel = path, settings, cancel
         self._embedder: Embedder | None = None
@@ -85,7 +88,7 @@ class LlamaCppEngine(BookedEngine):
         self._stamp = StateStamp.of("llamacpp", model_files(path), *kinds)
         self.vocabulary = LlamaCppVocabulary(model)
         self._max_outputs = settings.max_outputs(self.vocabulary.size)
-        self.facts: EngineFacts = read_facts(model, settings, context)
+        self.facts: EngineFacts = read_facts(model, header, settings, context)
         self._hidden_states = HiddenStates(model, context, self.facts.architecture, self._max_outputs)
         if not self.facts.can_rollback:
             # An aborted pass could not be rolled back; `forward` still checks the flag before each pass.
@@ -105,18 +108,9 @@ class LlamaCppEngine(BookedEngine):
         if use.endpoints and not use.gpu_layers:
             use = replace(use, gpu_layers=-1)
         header = checked_target(path)
-        state = RunningState.of(header)
-        length = choose_context_length(path, header.context_length, use.context_length, use.default_context)
-        snapshots = state.snapshots(use.speculates) if state else 0
-        engine = cls._open(path, ContextSettings.checked(use, length, snapshots=snapshots), cancel)
-        with closed_on_failure(engine):
-            if state and state.has_snapshots and not snapshots and not use.endpoints:
-                engine.facts = replace(engine.facts, why_no_speculation=ONLY_ASKED)
-            engine._read_layers(use.state_layers)
-        return engine
-
-    @classmethod
-    def _open(cls, path: Path, settings: ContextSettings, cancel: CancelFlag) -> Self:
+        length = use.length_for(path.name, header.context_length)
+        snapshots = num_snapshots(header, speculates=use.speculates)
+        settings = ContextSettings.checked(use, length, snapshots=snapshots)
         llama, model = library(), open_for(path, settings)
         keeps_state = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
         settings = settings.for_model(keeps_state=keeps_state, has_window=llama.llama_model_n_swa(model) > 0)
@@ -125,11 +119,34 @@ class LlamaCppEngine(BookedEngine):
         except BaseException:
             llama.llama_model_free(model)
             raise
-        engine = cls(path, model, context, settings, cancel)
+        engine = cls(path, header, model, context, settings, cancel)
         with closed_on_failure(engine):
-            state_size = partial(llama.llama_state_seq_get_size, context, 0)
-            engine.facts = measured_facts(engine, path, settings, state_size)
+            engine._measure(path, settings)
+            if num_snapshots(header, speculates=True) and not snapshots and not use.endpoints:
+                engine.facts = replace(engine.facts, why_no_speculation=ONLY_ASKED)
+            engine._read_layers(use.state_layers)
         return engine
+
+    def _measure(self, path: Path, settings: ContextSettings) -> None:
+        """Complete the facts of an empty engine, which is left empty.
+
+        Raises CapabilityError when it cannot be reproducible: of a running state, which cannot be rolled back, no width
+        class can be proved.
+        """
+        if settings.reproducible and settings.keeps_state:
+            raise CapabilityError(
+                f"{path.name} cannot be reproducible: {self.facts.architecture} models keep a running state, whose "
+                "bits depend on how many tokens a pass has. Use --no-reproducible"
+            )
+        sizes = []
+        for _ in range(2):
+            self.forward(Batch.chain([0]))
+            sizes.append(library().llama_state_seq_get_size(self._context, 0))
+        self.rollback(0)
+        self.facts = replace(self.facts, kv_bytes_per_token=sizes[1] - sizes[0])
+        if settings.reproducible:
+            advice = f"Use a Q8_0 file in place of {path.name}, or --no-reproducible"
+            self.facts = pinned_facts(self, _widths_key(path, settings), widest=settings.widest, advice=advice)
 
     def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
         self._held.check()
@@ -191,14 +208,16 @@ class LlamaCppEngine(BookedEngine):
         self._held.check()
         return self._embedder.embed(token_ids, pooling)
 
-    def load_head(self, path: Path, *, context_length: int | None = None, gpu_layers: int = 0) -> Head:
-        """The head `path` for this model; close it first. Raises as `heads.load_head`.
+    def load_head(self, path: Path | None = None, *, context_length: int | None = None, gpu_layers: int = 0) -> Head:
+        """The head `path` for this model, or its own multi-token prediction layers; close it first.
 
-        Where its target's keys and values are on a GPU, a gemma4's layers must be there too.
+        Where its target's keys and values are on a GPU, a gemma4's layers must be there too. Raises as
+        `heads.load_head`.
         """
         self._require_open()
-        header = read_header(path)
-        if is_gemma4_drafter(header):
+        if path is None:
+            context_length = min(context_length or HEAD_CONTEXT, self.facts.context_length)
+        elif is_gemma4_drafter(header := read_header(path)):
             check_cache(path.name, header, read_header(self._path))
             gpu_layers = 0 if self.facts.device == "cpu" else -1
         models, threads = (self._model, self._context), self.facts.threads
@@ -209,20 +228,9 @@ class LlamaCppEngine(BookedEngine):
             if found.facts.layers:
                 self.read_layers_alone(found.facts.layers)
             else:
-                self._give_states_of(MTP_STATES[found.form])
+                self.states_of = MTP_STATES[found.form]
+                self._hidden_states.give_of(self.states_of)
         return found
-
-    def load_mtp(self, *, context_length: int | None = None) -> Head:
-        """The model's multi-token prediction layers as a head; close it first. Raises as `own_layers`."""
-        self._require_open()
-        length = min(context_length or HEAD_CONTEXT, self.facts.context_length)
-        found = own_layers(self._model, self.vocabulary, threads=self.facts.threads, context_length=length)
-        self._give_states_of("all rows")
-        return found
-
-    def _give_states_of(self, rows: StatesOf) -> None:
-        self._hidden_states.give_of(rows)
-        self.states_of = rows
 
     def _truncate(self, to_length: int, sequence: int) -> None:
         facts, length = self.facts, self._book.lengths[sequence]
@@ -258,7 +266,7 @@ class LlamaCppEngine(BookedEngine):
 
     def checkpoint(self, sequence: int = 0) -> None:
         if self.facts.has_checkpoints and (length := self.length(sequence)):
-            self._checkpoints.add(length, sequence, lambda: self._cells.running_state(sequence))
+            self._checkpoints.add(length, sequence, lambda: self._cells.state(sequence, RUNNING_STATE_ONLY))
 
     def reachable(self, to_length: int, sequence: int = 0) -> int:
         dropped = self.length(sequence) - to_length
@@ -281,7 +289,7 @@ class LlamaCppEngine(BookedEngine):
         self._least[destination] = self._least.get(source, 0)
 
     def _state(self, sequence: int) -> memoryview:
-        return self._cells.save(sequence)
+        return self._cells.state(sequence).data
 
     def _restore(self, state: memoryview, length: int, sequence: int) -> None:
         self._book.forget_last(sequence)
@@ -317,3 +325,17 @@ def checked_target(path: Path) -> GgufHeader:
             f"{path.name} is {HEAD_NAMES[kind]}, which only drafts for another model: give it with -md/--model-draft"
         )
     return header
+
+
+def _widths_key(path: Path, settings: ContextSettings) -> str:
+    """The cache key: files, machine, library and settings."""
+    kernels = (
+        settings.threads,
+        settings.gpu_layers,
+        settings.cache_type_k,
+        settings.cache_type_v,
+        *placement_of(settings),
+    )
+    measured = (settings.flash_attention_type, settings.widest, settings.context_length > PREFIX + settings.widest)
+    files = tuple(map(file_key, model_files(path)))
+    return key_of(METHOD, files, version(), library().llama_print_system_info(), kernels, measured)

@@ -12,14 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
-from typing import Self
 
 from edgespec.engines.llamacpp.devices import EMBEDDINGS, HEAD, LayerSizes
 from edgespec.engines.llamacpp.settings import (
     CACHE_BYTES,
     CELLS_MULTIPLE,
     ContextSettings,
-    choose_context_length,
 )
 from edgespec.engines.model_use import MAX_BATCH, MOST_CHECKPOINTS, Footprint, ModelUse
 from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files
@@ -75,32 +73,24 @@ class Shape:
         return cls(layers, width, inner, (total * key, total * value), len(header.tokens))
 
 
-@dataclass(frozen=True, slots=True)
-class RunningState:
-    """The bytes of the running state of one sequence, and whether llama.cpp can keep snapshots of it.
+def state_bytes(header: GgufHeader) -> int:
+    """Of the running state of one sequence; 0 where every layer keeps keys and values only.
 
     Qwen3.5, LFM2, Mamba and others keep one beside keys and values, or instead of them. It cannot be shortened by a
-    token as a cache can. For some architectures llama.cpp keeps snapshots of the state as it was after each of the last
-    rows of a pass (`n_rs_seq`), which is enough for speculation: a rejected draft is the end of the pass that verified
-    it. Each pass then copies the state, which lookups alone rarely earn: only what was asked for by name, or comes with
-    a model of its own, is drafted.
+    token as a cache can.
     """
+    return sum(recurrent_layers(header)) * _numbers_per_layer(header) * _STATE_BYTES
 
-    num_bytes: int
-    has_snapshots: bool
 
-    @classmethod
-    def of(cls, header: GgufHeader) -> Self | None:
-        """That of a model, by its metadata; None where every layer keeps keys and values only."""
-        numbers = _numbers_per_layer(header)
-        if not numbers:
-            return None
-        num_bytes = sum(recurrent_layers(header)) * numbers * _STATE_BYTES
-        return cls(num_bytes, header.architecture in WITH_SNAPSHOTS)
+def num_snapshots(header: GgufHeader, *, speculates: bool) -> int:
+    """How many snapshots of such a state to keep.
 
-    def snapshots(self, speculates: bool) -> int:
-        """How many to keep."""
-        return MOST_SNAPSHOTS if speculates and self.has_snapshots else 0
+    For some architectures llama.cpp keeps the state as it was after each of the last rows of a pass (`n_rs_seq`), which
+    is enough for speculation: a rejected draft is the end of the pass that verified it. Each pass then copies the
+    state, which lookups alone rarely earn: only what was asked for by name, or comes with a model of its own, is
+    drafted.
+    """
+    return MOST_SNAPSHOTS if speculates and header.architecture in WITH_SNAPSHOTS else 0
 
 
 def recurrent_layers(header: GgufHeader) -> list[bool]:
@@ -132,16 +122,14 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
     """The memory of the model at `path`. Raises ModelNotFound, ModelFileError, and ConfigError for a bad setting."""
     header = check_gguf(path)
     shape = Shape.of(header)
-    context = choose_context_length(path, header.context_length, use.context_length, use.default_context)
+    context = use.length_for(path.name, header.context_length)
     settings = _settings(path, header, use, context)
     kinds = [settings.cache_type_k, settings.cache_type_v]
-    state = RunningState.of(header)
     cells = -(-settings.cells // CELLS_MULTIPLE) * CELLS_MULTIPLE
     cache = int(sum(count * CACHE_BYTES[kind] for count, kind in zip(shape.kv, kinds, strict=True)) * cells)
     if gives_only_embeddings(header):
         cache = 0
-    if state is not None:
-        cache += state.num_bytes * settings.sequence_ids * (1 + settings.snapshots + MOST_CHECKPOINTS)
+    cache += state_bytes(header) * settings.sequence_ids * (1 + settings.snapshots + MOST_CHECKPOINTS)
     if use.has_mtp:
         cache += use.max_sequences * _mtp_bytes(shape, context)
     sizes = LayerSizes.of(header, shape.layers, cache, use.overrides)
@@ -171,15 +159,14 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
 
 def _settings(path: Path, header: GgufHeader, use: ModelUse, context: int) -> ContextSettings:
     """Those that the model is loaded with, whether or not this machine has the devices. Raises ConfigError."""
-    state = RunningState.of(header)
-    snapshots = state.snapshots(use.speculates) if state else 0
+    snapshots = num_snapshots(header, speculates=use.speculates)
     settings = ContextSettings.checked(
         replace(use, gpu_layers=0, devices=None, overrides=()), context, snapshots=snapshots
     )
     # Architectures that ignore a window that their file names share cells, which takes a little less.
     has_window = _largest(header, "attention.sliding_window") > 0
     settings = replace(settings, gpu_layers=use.gpu_layers, devices=use.devices)
-    return settings.for_model(keeps_state=state is not None, has_window=has_window)
+    return settings.for_model(keeps_state=state_bytes(header) > 0, has_window=has_window)
 
 
 def _mtp_bytes(shape: Shape, context: int) -> int:
@@ -238,7 +225,7 @@ def _compute_bytes(shape: Shape, settings: ContextSettings, cells: int, rows: in
 def _graph_nodes(header: GgufHeader) -> int:
     """Nodes that llama.cpp reserves room for (llama_context::graph_max_nodes)."""
     tensors = len(header.tensors)
-    if RunningState.of(header) is None:
+    if not state_bytes(header):
         return max(1024, 8 * tensors)
     return max(40 * MAX_BATCH, 32 * tensors)
 

@@ -18,8 +18,7 @@ a pass that encodes needs positions as if it decoded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -61,23 +60,45 @@ MTP_STATES: dict[HeadForm, StatesOf] = {"mtp": "all rows", "gemma4": "rows with 
 
 
 class Head(DraftHead):
-    """Owns a context, and the model where `owned_model` is one. Make it with `load_head` or `own_layers`.
+    """A context over `model`, which outlives it. Make it with `load_head`.
 
-    `new_context` makes a context that a flag cancels; `another` has one of its own.
+    It attends to `length` tokens of text. `other`: the context of its target, where it shares weights or a cache with
+    that one. `another` has a context of its own.
     """
 
     def __init__(
-        self, new_context: Callable[[CancelFlag], Any], sizes: HeadSizes, facts: HeadFacts, owned_model: Any = None
+        self,
+        model: Any,
+        name: str,
+        sizes: HeadSizes,
+        length: int,
+        threads: int,
+        vocabulary: Vocabulary | None = None,
+        other: Any = None,
     ) -> None:
-        self._cancel, self._new_context = CancelFlag(), new_context
-        self._sizes, self.facts, self._model = sizes, facts, owned_model
+        """Raises as `_new_context`."""
+        self._model, self._name, self._sizes, self._threads, self._other = model, name, sizes, threads, other
         self._is_mtp = sizes.form in MTP_STATES
-        self._context = new_context(self._cancel)
-        self._others: list[Head] = []
-        self._memory = library().llama_get_memory(self._context)
-        self._target_memory: Any = None  # of a gemma4's
-        self.start = self.end = 0
         self._step = widest_pass(sizes)
+        self.owns_model = False  # which is freed with it
+        self.facts = HeadFacts(
+            context_length=length,
+            layers=sizes.layers,
+            feature_width=sizes.feature_width,
+            width=sizes.width,
+            end_ids=vocabulary.end_ids if vocabulary else frozenset(),
+            num_bytes=sizes.weight_bytes + cache_bytes(sizes, length) + pass_bytes(sizes),
+            most_drafted=sizes.most_drafted,
+        )
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make what it does not share with others."""
+        sizes = self._sizes
+        self._cancel, self._others = CancelFlag(), list[Head]()
+        self._context = self._new_context()
+        self._memory = library().llama_get_memory(self._context)
+        self.start = self.end = 0
         self._rows = PairRows(self._step)
         self._block_ids = np.full(sizes.block_size, sizes.mask_id, np.int32)
         if sizes.block_size:
@@ -85,6 +106,40 @@ class Head(DraftHead):
         if not sizes.block_size or sizes.has_confidence:  # a block's graph gives confidences in the place of states
             # Masked: states of the rows with logits. Otherwise a pass without any would still copy its states.
             extension("set_states")(self._context, True, sizes.form != "mtp")
+
+    def _new_context(self) -> Any:
+        """A llama_context that a flag cancels.
+
+        Raises CapabilityError with the library's reason when it refuses, and EngineError where the cache that it would
+        share holds a text: all of it would be dropped.
+        """
+        llama, other, sizes = library(), self._other, self._sizes
+        length, rows, sequences, is_unified = self.facts.context_length + sizes.block_size, self._step, 1, True
+        if sizes.form == "gemma4":  # one over the target's cache: for as many entries and sequences
+            sequences, length = int(llama.llama_n_seq_max(other)), int(llama.llama_n_ctx(other))
+            memory = llama.llama_get_memory(other)
+            if any(llama.llama_memory_seq_pos_max(memory, each) >= 0 for each in range(sequences)):
+                raise EngineError(f"{self._name} must be loaded before its target has read a text")
+            is_unified = sequences == 1 or int(llama.llama_n_ctx_seq(other)) == length
+            rows = sequences  # one is needed, but llama.cpp reserves one for each sequence and else ends the process
+        params = llama.llama_context_default_params()
+        params.n_ctx = length
+        params.n_batch = params.n_ubatch = params.n_outputs_max = rows
+        params.n_seq_max = sequences
+        params.n_threads = params.n_threads_batch = self._threads
+        params.type_k = params.type_v = CACHE_TYPES["f16"]
+        params.flash_attn_type = ON
+        params.kv_unified = is_unified
+        params.swa_full = True  # as in the target's, where it shares that one's cache
+        params.no_perf = True
+        params.ctx_type = _MTP_CONTEXT if self._is_mtp else 0
+        params.ctx_other = other
+        context = new_context(self._model, params, self._cancel, requires_flash=False)
+        if not context:
+            raise CapabilityError(
+                f"llama.cpp refused a context of {length} entries for head {self._name}: {complaints()}"
+            )
+        return context
 
     @property
     def form(self) -> HeadForm:
@@ -134,7 +189,7 @@ class Head(DraftHead):
             self._run(library().llama_decode, len(part))
             self.end += len(part)
 
-    def block(self, token_id: int) -> tuple[Logits, Confidences | None]:
+    def block(self, token_id: int, most: int | None = None) -> tuple[Logits, Confidences | None]:
         self._require_open()
         self._check_tokens(token_id)
         self._trim()
@@ -153,9 +208,10 @@ class Head(DraftHead):
         self._check_state(state)
         self._check_tokens(token_id)
         llama = library()
+        memory = llama.llama_get_memory(self._other)
         # A padded pass left rows behind the target's text, and llama.cpp takes the next position alone.
-        if llama.llama_memory_seq_pos_max(self._target_memory, sequence) >= position:
-            llama.llama_memory_seq_rm(self._target_memory, sequence, position, END)
+        if llama.llama_memory_seq_pos_max(memory, sequence) >= position:
+            llama.llama_memory_seq_rm(memory, sequence, position, END)
         row, ids = np.ascontiguousarray(state[np.newaxis], np.float32), np.array([token_id], np.int32)
         self._rows.fill_pairs(position, ids, row, last_only=True, sequence=sequence)
         self._run(llama.llama_decode, 1)
@@ -211,7 +267,9 @@ class Head(DraftHead):
 
     def another(self, sequence: int) -> Head:
         self._require_open()
-        found = Head(self._new_context, self._sizes, self.facts)
+        found = copy(self)
+        found.owns_model = False
+        found._begin()
         self._others.append(found)
         return found
 
@@ -232,9 +290,9 @@ class Head(DraftHead):
         for other in self._others:
             other.close()
         library().llama_free(self._context)
-        if self._model is not None:
+        if self.owns_model:
             library().llama_model_free(self._model)
-        self._context = self._model = None
+        self._context = None
 
     def _require_open(self) -> None:
         if self._context is None:
@@ -242,7 +300,7 @@ class Head(DraftHead):
 
 
 def load_head(
-    path: Path,
+    path: Path | None,
     target: tuple[Any, Any],
     vocabulary: Vocabulary,
     *,
@@ -252,114 +310,54 @@ def load_head(
 ) -> Head:
     """The head `path` for a loaded `target` (model, context), which must outlive it, with its `vocabulary`.
 
-    `context_length`: most tokens it attends to, None for the trained number (at most DEFAULT_CONTEXT). Raises
-    ModelNotFound, ModelFileError, VocabularyMismatch, and CapabilityError for a head of another target or of a
+    `path` None: the multi-token prediction layer that the target was loaded with. `context_length`: most tokens it
+    attends to, None for the trained number (at most DEFAULT_CONTEXT). Raises ModelNotFound, ModelFileError,
+    VocabularyMismatch, and CapabilityError for a target without such a layer, or a head of another target or of a
     variant that is not supported.
     """
-    llama, sizes = library(), read_head(path)
-    sizes.check_fits(
-        path.name, llama.llama_model_n_embd(target[0]), llama.llama_model_n_layer(target[0]), vocabulary.size
-    )
+    llama, width = library(), int(library().llama_model_n_embd(target[0]))
+    if path is None:
+        sizes = layers_sizes(width, vocabulary.size, context_length or DEFAULT_CONTEXT)
+        return Head(target[0], "of its own layers", sizes, sizes.context_length, threads, vocabulary)
+    sizes = _sizes_of(path)
+    sizes.check_fits(path.name, width, llama.llama_model_n_layer(target[0]), vocabulary.size)
     length = min(context_length or DEFAULT_CONTEXT, sizes.context_length)
-    return _open(path, sizes, length, threads, gpu_layers, target[1], vocabulary)
+    model = open_model(path, gpu_layers=gpu_layers, has_mtp=sizes.form in MTP_STATES)
+    try:
+        check_same_vocabulary(vocabulary, LlamaCppVocabulary(model))
+        other = target[1] if sizes.shares_weights else None
+        found = Head(model, path.name, sizes, length, threads, vocabulary, other)
+    except BaseException:
+        llama.llama_model_free(model)
+        raise
+    found.owns_model = True
+    return found
+
+
+def _sizes_of(path: Path) -> HeadSizes:
+    found = read_head(path)
+    if found.only_kernels:
+        raise CapabilityError(
+            f"head {path.name} has {found.only_kernels}, which only edgespec's own kernels run: use --engine onnx"
+        )
+    return found
 
 
 def try_head(path: Path) -> None:
-    """Load what needs no target, and read all its weights. Raises as `load_head`."""
-    sizes = read_head(path)
-    if sizes.shares_weights:
-        model = open_model(path, check_tensors=True, has_mtp=sizes.form in MTP_STATES)
+    """Read all weights of a head, and load what needs no target. Raises as `load_head`."""
+    sizes = _sizes_of(path)
+    model = open_model(path, check_tensors=True, has_mtp=sizes.form in MTP_STATES)
+    try:
+        if not sizes.shares_weights:
+            Head(model, path.name, sizes, min(_TRIED_CONTEXT, sizes.context_length), threads=1).close()
+    finally:
         library().llama_model_free(model)
-    else:
-        _open(path, sizes, min(_TRIED_CONTEXT, sizes.context_length), 1, 0, None, None).close()
-
-
-def own_layers(model: Any, vocabulary: Vocabulary, *, threads: int, context_length: int = DEFAULT_CONTEXT) -> Head:
-    """The multi-token prediction layer of a `model` that was loaded with it and must outlive it.
-
-    It attends to `context_length` pairs. Raises CapabilityError for a model without such layers.
-    """
-    sizes = layers_sizes(int(library().llama_model_n_embd(model)), vocabulary.size, context_length)
-    make = partial(_context_over, model, "of its own layers", sizes, context_length, threads, None)
-    return Head(make, sizes, _facts(sizes, context_length, vocabulary))
 
 
 def layers_sizes(width: int, vocabulary_size: int, context_length: int) -> HeadSizes:
     """Of such a layer in the target's own file: keys and values are at most as wide as the model."""
     kv_bytes = 2 * width * HALF_BYTES
-    return HeadSizes("mtp", width, width, vocabulary_size, vocabulary_size, context_length, 0, kv_bytes)
-
-
-def _open(
-    path: Path,
-    sizes: HeadSizes,
-    length: int,
-    threads: int,
-    gpu_layers: int,
-    target_context: Any,
-    vocabulary: Vocabulary | None,
-) -> Head:
-    is_mtp = sizes.form in MTP_STATES
-    model = open_model(path, gpu_layers=gpu_layers, check_tensors=vocabulary is None, has_mtp=is_mtp)
-    other = target_context if sizes.shares_weights else None
-    try:
-        if vocabulary is not None:
-            check_same_vocabulary(vocabulary, LlamaCppVocabulary(model))
-        make = partial(_context_over, model, path.name, sizes, length, threads, other)
-        head = Head(make, sizes, _facts(sizes, length, vocabulary), model)
-    except BaseException:
-        library().llama_model_free(model)
-        raise
-    if sizes.form == "gemma4":
-        head._target_memory = library().llama_get_memory(target_context)
-    return head
-
-
-def _context_over(
-    model: Any, name: str, sizes: HeadSizes, length: int, threads: int, other: Any, cancel: CancelFlag
-) -> Any:
-    """A llama_context over `model` for `length` tokens of text, which `cancel` ends.
-
-    `other`: a context that it shares weights or a cache with. Raises CapabilityError with the library's reason when it
-    refuses, and EngineError where the cache that it would share holds a text: all of it would be dropped.
-    """
-    llama = library()
-    length, rows, sequences, is_unified = length + sizes.block_size, widest_pass(sizes), 1, True
-    if sizes.form == "gemma4":  # one over the target's cache: for as many entries and sequences
-        sequences, length = int(llama.llama_n_seq_max(other)), int(llama.llama_n_ctx(other))
-        memory = llama.llama_get_memory(other)
-        if any(llama.llama_memory_seq_pos_max(memory, each) >= 0 for each in range(sequences)):
-            raise EngineError(f"{name} must be loaded before its target has read a text")
-        is_unified = sequences == 1 or int(llama.llama_n_ctx_seq(other)) == length
-        rows = sequences  # one is needed, but llama.cpp reserves one for each sequence and else ends the process
-    params = llama.llama_context_default_params()
-    params.n_ctx = length
-    params.n_batch = params.n_ubatch = params.n_outputs_max = rows
-    params.n_seq_max = sequences
-    params.n_threads = params.n_threads_batch = threads
-    params.type_k = params.type_v = CACHE_TYPES["f16"]
-    params.flash_attn_type = ON
-    params.kv_unified = is_unified
-    params.swa_full = True  # as in the target's, where it shares that one's cache
-    params.no_perf = True
-    params.ctx_type = _MTP_CONTEXT if sizes.form in MTP_STATES else 0
-    params.ctx_other = other
-    context = new_context(model, params, cancel, requires_flash=False)
-    if not context:
-        raise CapabilityError(f"llama.cpp refused a context of {length} entries for head {name}: {complaints()}")
-    return context
-
-
-def _facts(sizes: HeadSizes, length: int, vocabulary: Vocabulary | None) -> HeadFacts:
-    return HeadFacts(
-        context_length=length,
-        layers=sizes.layers,
-        feature_width=sizes.feature_width,
-        width=sizes.width,
-        end_ids=vocabulary.end_ids if vocabulary else frozenset(),
-        num_bytes=sizes.weight_bytes + cache_bytes(sizes, length) + pass_bytes(sizes),
-        most_drafted=sizes.most_drafted,
-    )
+    return HeadSizes("mtp", width, width, vocabulary_size, context_length, 0, kv_bytes)
 
 
 def widest_pass(sizes: HeadSizes) -> int:

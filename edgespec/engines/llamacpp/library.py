@@ -6,15 +6,13 @@ typed error that the caller gets.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import ctypes
 import logging
 import mmap
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,7 +33,6 @@ from edgespec.installation import IMPORT_FAILURES, interrupts_deferred, not_impo
 logger = logging.getLogger(__name__)
 ERROR, CONTINUED = 4, 5  # ggml_log_level
 _complaints: deque[str] = deque(maxlen=8)
-_listeners: list[Callable[[str], None]] = []
 NO_ROOM, ABORTED = 1, 2  # results of llama_decode and llama_encode
 END = -1  # of a range of positions: to its end
 _NO_MEMORY = ("allocate memory", "Resource temporarily unavailable", "bad_alloc", "failed to allocate")
@@ -52,19 +49,9 @@ def library() -> Any:
     except IMPORT_FAILURES as exc:
         require_engine("llamacpp", "this command")
         raise not_importable("a GGUF file", exc, "llama-cpp-python") from exc
-    _close_at_exit()
     llama_cpp.llama_log_set(_log_callback(llama_cpp), None)
     llama_cpp.llama_backend_init()
     return llama_cpp
-
-
-def _close_at_exit() -> None:
-    """The package opens the null device when it is imported, and Python warns of files that nobody has closed."""
-    with contextlib.suppress(ImportError, AttributeError):  # no part of its interface
-        from llama_cpp import _utils
-
-        for file in (_utils.outnull_file, _utils.errnull_file):
-            atexit.register(file.close)
 
 
 def require_threads() -> None:
@@ -119,8 +106,6 @@ def _log_callback(llama_cpp: Any) -> Any:
             _complaints.append(" ".join(line.replace("====", "").split()))
         if line and level != CONTINUED:
             logger.debug("%s", line)
-            for listener in tuple(_listeners):
-                listener(line)
 
     return llama_cpp.llama_log_callback(keep)
 
@@ -143,16 +128,6 @@ def forget_complaints() -> None:
 def complaints() -> str:
     """What the library logged as errors since `forget_complaints`, oldest first, in one line."""
     return "; ".join(dict.fromkeys(_complaints)) or "the library gives no reason"
-
-
-@contextlib.contextmanager
-def listening(listener: Callable[[str], None]) -> Iterator[None]:
-    """Pass each line that the library logs to `listener`, which must not raise and may be called from any thread."""
-    _listeners.append(listener)
-    try:
-        yield
-    finally:
-        _listeners.remove(listener)
 
 
 def open_model(

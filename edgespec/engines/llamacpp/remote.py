@@ -8,14 +8,12 @@ cached in it are lost: their sequences are empty then, and must be rolled back t
 from __future__ import annotations
 
 import ctypes
+import logging
 import socket
 import struct
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any, NoReturn, Self, cast
@@ -28,7 +26,7 @@ from edgespec.contained import Child, ChildEnded
 from edgespec.engines.base import Engine, EngineFacts, check_threads
 from edgespec.engines.booked import BookedEngine, SequenceBook, SequenceRows
 from edgespec.engines.llamacpp.devices import devices, function, gpus, handles_of
-from edgespec.engines.llamacpp.library import CancelFlag, library
+from edgespec.engines.llamacpp.library import CancelFlag, library, logger
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.model_files import StateStamp
 from edgespec.engines.model_use import ModelUse
@@ -41,12 +39,6 @@ TIMEOUT_S = 3.0
 # The beginning of ggml's protocol (ggml-rpc.cpp): a command, the size of what follows, and no capabilities beyond TCP;
 # the size of an answer to it.
 _HELLO, _ANNOUNCED = struct.pack("<BQ24x", 14, 24), struct.pack("<Q", 28)
-
-
-def ask_all(endpoints: Sequence[str], timeout_s: float = TIMEOUT_S) -> None:
-    """Ask all servers at once. Raises Unreachable for the first that does not answer."""
-    with ThreadPoolExecutor(len(endpoints) or 1) as pool:
-        list(pool.map(partial(ask, timeout_s=timeout_s), endpoints))
 
 
 def ask(endpoint: str, timeout_s: float = TIMEOUT_S) -> None:
@@ -125,7 +117,6 @@ def _rpc_function(name: str, result: Any, *arguments: Any) -> Any:
 
 
 CANCEL_S = 4.0  # a pass that was cancelled and still runs then waits for a server that hangs
-_DIAGNOSIS_S = 1.0  # for each server, when the child has ended
 
 
 class RemoteEngine(BookedEngine):
@@ -170,7 +161,8 @@ class RemoteEngine(BookedEngine):
 
     def _start(self) -> EngineFacts:
         """Load the model in a new child; its facts. Raises as `load`."""
-        ask_all(self._use.endpoints)
+        for endpoint in self._use.endpoints:
+            ask(endpoint)
         self._child, self._gives_states = Child(__name__), False  # who asks for a pass says again what it wants
         return cast(EngineFacts, self._ask(_load, self._path, self._use, self._flag))
 
@@ -198,18 +190,13 @@ class RemoteEngine(BookedEngine):
             raise ChildEnded("cancelled", "its server hangs")
 
     def _raise_lost(self, ended: ChildEnded) -> NoReturn:
-        """Find out which server is gone."""
         self._drop_child()
-        try:
-            ask_all(self._use.endpoints, _DIAGNOSIS_S)
-        except Unreachable as exc:
-            raise Unreachable(f"{exc}. The target was lost with it; the next answer connects again") from ended
         if self._cancel.is_set():
             self._cancel.clear()
             raise Cancelled("the pass was cancelled, and its process was ended") from ended
-        servers = f". All RPC servers ({', '.join(self._use.endpoints)}) answer now" if self._use.endpoints else ""
         raise Unreachable(
-            f"the process with the target ended ({ended}){servers}: the next answer loads the model again"
+            f"the process with the target ended ({ended}): the next answer loads the model again, and names an RPC "
+            "server that does not answer"
         ) from ended
 
     def _drop_child(self) -> None:
@@ -297,14 +284,14 @@ _engine: Engine | None = None
 def _load(path: Path, use: ModelUse, flag: Path) -> EngineFacts:
     """Load the model at `path`, on the devices of the servers of `use`. Raises as `LlamaCppEngine.load`."""
     from edgespec.engines.llamacpp.engine import LlamaCppEngine
-    from edgespec.engines.llamacpp.library import library, listening
 
     global _engine
+    logger.setLevel(logging.DEBUG)  # should ggml end this process, its last lines say why
+    logger.addHandler(logging.StreamHandler())
     library()
-    with listening(partial(print, file=sys.stderr, flush=True)):  # should ggml end this process, they say why
-        if use.endpoints:
-            add_servers(use.endpoints)
-        _engine = LlamaCppEngine.load(path, use, CancelFlag(flag))
+    if use.endpoints:
+        add_servers(use.endpoints)
+    _engine = LlamaCppEngine.load(path, use, CancelFlag(flag))
     return _engine.facts
 
 

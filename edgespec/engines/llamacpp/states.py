@@ -86,7 +86,6 @@ class HiddenStates:
         self._num_rows = 0  # of the last pass; 0 when it gave none
         self._placed: RowBuffer | None = None
         self._gives: bool | None = None  # what the context was told last
-        self._gives_layers: tuple[int, ...] = ()
 
     def give_of(self, rows: StatesOf) -> None:
         """Give those of other rows from the next pass on."""
@@ -106,20 +105,13 @@ class HiddenStates:
                 f"the heads read the input of layer {outside[0]}, but this model has 0..{self._num_layers - 1}: give "
                 "heads that were made for it"
             )
-        self._tell(())
-        self._tell(layers)  # this build may lack the function
-        self.layers, self._num_rows = layers, 0
-
-    def _tell(self, layers: tuple[int, ...]) -> None:
-        for layer in {*self._gives_layers} ^ {*layers}:
+        for layer in {*self.layers} ^ {*layers}:  # once: the library plans its graph anew when that changes
             extension("set_layer_input")(self._context, layer, layer in layers)
-        self._gives_layers = layers
+        self.layers, self._num_rows = layers, 0
 
     def prepare(self, rows: RowBuffer, width: int) -> None:
         """The next pass has these `rows`, the first `width` of them the caller's."""
         gives, self._placed = self.are_wanted, rows
-        if gives:
-            self._tell(self.layers)  # from now on: the library plans its graph anew when that changes
         if self.has_last and self.rows != "scored rows":
             extension("set_states")(self._context, gives, self.rows == "rows with logits")
         elif self.has_last:

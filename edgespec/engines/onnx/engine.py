@@ -36,14 +36,12 @@ from edgespec.engines.onnx.graph import (
 from edgespec.engines.onnx.kernel_engine import HybridEngine, KernelEngine
 from edgespec.engines.onnx.library import (
     Bindings,
-    RunSwitch,
     SessionEngine,
     device_identity,
     library,
     open_session,
     providers_for,
     reason,
-    run_options,
     translated,
     version,
 )
@@ -71,9 +69,7 @@ class OnnxEngine(SessionEngine):
         self, session: Any, source: Source, graph: Graph, settings: OnnxSettings, config: ModelConfig, note: str = ""
     ) -> None:
         """`graph`: as `settings.provider` runs it in `session`; `note`: what the user should know of that."""
-        self._options = run_options()
-        self._cancel = RunSwitch(self._options)
-        self._bindings = Bindings(session, self._options)
+        self._bindings = self._cancel = Bindings(session)
         self._graph, self._settings = graph, settings
         self.vocabulary = TokenizerFile(source.folder, graph.vocabulary_size)
         self._caches: dict[int, list[Any]] = {}  # by sequence, made when first used: an array for each of `graph.cache`
@@ -144,7 +140,7 @@ class OnnxEngine(SessionEngine):
             reproducible = False
         gives = use.state_layers or use.hidden_states
         if reproducible:
-            widest = settings.measured_widths
+            widest = min(settings.widest, settings.max_batch, settings.context_length // 2 + 1)
             key = _widths_key(source, settings, engine.facts.device, widest, gives)
             advice = "Use --no-reproducible, or another export (int8, int4)"
             engine.facts = pinned_facts(engine, key, widest=widest, advice=advice)
@@ -302,8 +298,8 @@ class ConcatenatedEngine(OnnxEngine):
         for entry, array in zip(self._graph.cache, self._buffers(sequence), strict=True):
             feeds[entry.past] = make(np.ascontiguousarray(array[:, :, :base]))
         names = [LOGITS, *([HIDDEN] if self._has_hidden else []), *(entry.present for entry in self._graph.cache)]
-        with translated(self._options):
-            found, *present = self._bindings.session.run_with_ort_values(names, feeds, self._options)
+        with translated(self._bindings.options):
+            found, *present = self._bindings.session.run_with_ort_values(names, feeds, self._bindings.options)
         if self._has_hidden:
             self._hidden[: token_ids.size] = present.pop(0).numpy()[0]
         self._caches[sequence] = [value.numpy() for value in present]
@@ -327,25 +323,19 @@ def _opened(
 
     Raises as `providers_for` and `read_graph`, ModelFileError and CapabilityError as `open_session`.
     """
-    *others, last = providers_for(settings.provider)
-    for name in others:
-        if name in HALF_ONLY and exported.is_shared and not exported.is_half:
+    *others, last = (replace(settings, provider=name) for name in providers_for(settings.provider))
+    for each in others:
+        if each.provider in HALF_ONLY and exported.is_shared and not exported.is_half:
             continue  # casting its attention was checked on processors only, so far: for those who ask for it
         with suppress(CapabilityError):  # the next one may have what this one lacks
-            return _opened_on(name, read, source, exported, settings, config)
-    return _opened_on(last, read, source, exported, settings, config)
+            return _opened_on(read, source, exported, each, config)
+    return _opened_on(read, source, exported, last, config)
 
 
 def _opened_on(
-    provider: str,
-    read: Callable[..., Graph],
-    source: Source,
-    exported: Graph,
-    settings: OnnxSettings,
-    config: ModelConfig,
+    read: Callable[..., Graph], source: Source, exported: Graph, settings: OnnxSettings, config: ModelConfig
 ) -> OnnxEngine:
-    settings = replace(settings, provider=provider)
-    graph = exported
+    graph, provider = exported, settings.provider
     if provider in HALF_ONLY and exported.is_shared:
         if settings.head_size % HEAD_STEP or settings.head_size > LARGEST_HEAD:
             raise CapabilityError(

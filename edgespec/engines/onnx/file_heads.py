@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from edgespec.engines.head import Confidences, DraftHead, HeadFacts, States
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.graph import read_graph
 from edgespec.engines.onnx.kernel_engine import KernelEngine
-from edgespec.engines.onnx.kernel_head import KernelHead
+from edgespec.engines.onnx.kernel_head import KernelHead, columns
 from edgespec.engines.onnx.library import open_session, run_options, translated
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import TILE_ROWS, Source, packed_tiles
@@ -30,7 +30,7 @@ from edgespec.formats.head_file import PROJECT, HeadFile
 from edgespec.formats.onnx.eagle import EagleConfig
 from edgespec.formats.onnx.graph import MemoryWriter, Nodes
 from edgespec.formats.onnx.llama import llama_graph
-from edgespec.formats.onnx.tiles import DOMAIN, NORM, Tiles, q8_0
+from edgespec.formats.onnx.tiles import Tiles, q8_0
 from edgespec.kernels import interface
 from edgespec.kernels.library import library_path, why_missing
 from edgespec.types import Logits, TokenIds
@@ -42,51 +42,61 @@ HEAD_MULTIPLE = 16  # of the size of attention heads
 ROWS_AT_ONCE = 1024  # quantised
 _LEAST_SQUARE = np.float32(1e-6)
 NEVER = np.float32(-1e30)  # a logit; finite, so that no bias makes it NaN
-FIRST_ROOM = 256  # rows of tokens of the text
 NAMES = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm", "lm_head": "rows"}
 
 
-class ScoredTokens:
-    """The tokens of a text that are scored: frequent ones always, others once they occur; the row of logits they fill.
+class HeadText:
+    """What heads of a file read of the target's states and of tokens, and which tokens they score, for one text.
 
-    A draft pays for every row of the target's head that it reads. Rare words of an answer mostly come from the prompt
-    or from the answer so far: in SmolLM2's answers to Spec-Bench 8,192 frequent tokens are 90% of all, and 97% with
-    those that occurred before; 16,384 are 95% (FR-Spec, arXiv 2502.14856, keeps frequent ones only).
+    Frequent tokens are scored always, others once they occur in the text. A draft pays for every row of the target's
+    head that it reads. Rare words of an answer mostly come from the prompt or from the answer so far: in SmolLM2's
+    answers to Spec-Bench 8,192 frequent tokens are 90% of all, and 97% with those that occurred before; 16,384 are 95%
+    (FR-Spec, arXiv 2502.14856, keeps frequent ones only).
+    `given_layers`: of the target, whose inputs precede the last state in what it gives, the heads' own among them.
     """
 
-    def __init__(self, heads: HeadFile, vocabulary_size: int, rows: NDArray[np.floating]) -> None:
+    def __init__(self, heads: HeadFile, vocabulary_size: int, given_layers: tuple[int, ...] = ()) -> None:
+        """Raises ModelFileError where the rows of the heads' vocabulary are all zero, or too large to be scaled."""
         manifest = heads.manifest
-        self._rows, self._scale = rows, np.float32(manifest.scale)
-        self._token_ids, self._frequent = heads.token_ids, heads.frequent
+        self._columns, self._num_inputs = columns_of(heads, given_layers), len(manifest.layers)
+        self._is_projected = PROJECT in heads.arrays
+        self.feature_width = manifest.feature_size // (len(manifest.layers) + 1) * (len(given_layers) + 1)
+        # The rows of the head are the input embeddings too, scaled to unit size; a token without one is zero.
+        with np.errstate(over="ignore"):
+            size = float(np.sqrt(np.mean(np.square(heads.vocabulary))))
+        if not 0 < size < np.inf:
+            raise ModelFileError(
+                f"the {manifest.kind} heads' vocabulary has rows of mean size {size:g}: train them again "
+                "(scripts/train/heads.py), or leave them out"
+            )
+        self._size, self._scale = np.float32(1.0 / size), np.float32(manifest.scale)
+        self._rows = heads.vocabulary.astype(np.float16)
+        self._token_ids = heads.token_ids
+        self._frequent = np.arange(heads.token_ids.size) if heads.frequent is None else heads.frequent
         self._slots = np.full(vocabulary_size, -1, np.int32)
         self._slots[heads.token_ids] = np.arange(heads.token_ids.size)
-        self._always = heads.token_ids if heads.frequent is None else heads.token_ids[heads.frequent]
-        self._is_known = np.zeros(heads.token_ids.size, np.bool_)  # scored already
-        room = 0 if heads.frequent is None else FIRST_ROOM
-        self._met_rows = np.zeros((room, manifest.hidden_size), np.float32)
-        self._row = np.zeros((1, manifest.vocabulary_size), np.float32)  # without the target's padding
+        self._row_size = manifest.vocabulary_size  # without the target's padding
         self.begin()
 
-    def another(self) -> ScoredTokens:
+    def another(self) -> HeadText:
         """The same for another text; the rows of the head are shared."""
         found = copy(self)
-        found._is_known, found._row = self._is_known.copy(), np.zeros_like(self._row)
-        found._met_rows = np.zeros((min(len(self._met_rows), FIRST_ROOM), self._met_rows.shape[1]), np.float32)
         found.begin()
         return found
 
     def begin(self) -> None:
         """A new text."""
         self._num_read = self._num_met = 0
-        self._is_known[:] = self._frequent is None
-        if self._frequent is not None:
-            self._is_known[self._frequent] = True
-        self._ids = self._always
-        self._row[:] = NEVER
+        self._is_known = np.zeros(self._token_ids.size, np.bool_)  # scored already
+        self._is_known[self._frequent] = True
+        self._ids = self._token_ids[self._frequent]
+        room = self._token_ids.size - self._frequent.size
+        self._met_rows = np.zeros((room, self._rows.shape[1]), np.float32)  # which takes memory where it is written
+        self._row = np.full((1, self._row_size), NEVER)
 
-    def read(self, token_ids: TokenIds) -> None:
+    def follow(self, token_ids: TokenIds) -> None:
         """Score the tokens of the text `token_ids` [n] from now on; it is the last one, continued, or another one."""
-        if self._frequent is None:
+        if not len(self._met_rows):
             return
         if token_ids.size < self._num_read:
             self.begin()
@@ -97,72 +107,9 @@ class ScoredTokens:
         if not new.size:
             return
         self._is_known[new] = True
-        count = self._num_met + new.size
-        if count > len(self._met_rows):
-            grown = np.zeros((2 * count, self._met_rows.shape[1]), np.float32)
-            grown[: self._num_met] = self._met_rows[: self._num_met]
-            self._met_rows = grown
-        self._met_rows[self._num_met : count] = self._rows[new].astype(np.float32) * self._scale
-        self._num_met = count
+        first, self._num_met = self._num_met, self._num_met + new.size
+        self._met_rows[first : self._num_met] = self._rows[new].astype(np.float32) * self._scale
         self._ids = np.concatenate((self._ids, self._token_ids[new]))
-
-    def slots_of(self, token_ids: TokenIds) -> NDArray[np.int32]:
-        """Rows of the file's vocabulary of `token_ids` [n]; -1 for tokens that it lacks."""
-        return self._slots[token_ids]
-
-    def logits(self, states: States, scores: States) -> Logits:
-        """Logits [n, the heads' vocabulary], until the next call, of `states` [n, width], given `scores` [n, frequent].
-
-        Raises EngineError for scores that are not finite: finite weights may have products that overflow.
-        """
-        if self._num_met:
-            # Not by BLAS: its threads spin for more work, and would take cores from the target's next pass.
-            with np.errstate(over="ignore", invalid="ignore"):
-                met = np.einsum("nd,md->nm", states, self._met_rows[: self._num_met])
-            scores = np.concatenate((scores, met), axis=1)
-        if not np.isfinite(scores).all():
-            raise EngineError(
-                "the heads gave scores that are not finite: they are damaged, or overflow with this target. Train them "
-                "again (scripts/train/heads.py), or use another drafter"
-            )
-        rows = self._row if len(scores) == 1 else np.full((len(scores), self._row.size), NEVER)
-        rows[:, self._ids] = scores
-        return rows
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(array.nbytes for array in (self._slots, self._is_known, self._met_rows, self._row, self._ids))
-
-
-class HeadText:
-    """What heads of a file read of the target's states and of tokens, and which tokens they score, for one text.
-
-    `given_layers`: of the target, whose inputs precede the last state in what it gives, the heads' own among them.
-    """
-
-    def __init__(self, heads: HeadFile, vocabulary_size: int, given_layers: tuple[int, ...]) -> None:
-        """Raises ModelFileError where the rows of the heads' vocabulary are all zero, or too large to be scaled."""
-        manifest = heads.manifest
-        self._columns, self._num_inputs = columns_of(heads, given_layers), len(manifest.layers)
-        self._is_projected, self._embedding = PROJECT in heads.arrays, heads.embedding
-        self.feature_width = manifest.feature_size // (len(manifest.layers) + 1) * (len(given_layers) + 1)
-        # The rows of the head are the input embeddings too, scaled to unit size; a token without one is zero.
-        with np.errstate(over="ignore"):
-            size = float(np.sqrt(np.mean(np.square(heads.vocabulary))))
-        if not 0 < size < np.inf:
-            raise ModelFileError(
-                f"the {manifest.kind} heads' vocabulary has rows of mean size {size:g}: train them again "
-                "(scripts/train/heads.py), or leave them out"
-            )
-        self._size = np.float32(1.0 / size)
-        is_read = heads.embedding is None or heads.frequent is not None
-        self._rows = heads.vocabulary[: None if is_read else 0].astype(np.float16)
-        self.scored = ScoredTokens(heads, vocabulary_size, self._rows)
-
-    def another(self) -> HeadText:
-        found = copy(self)
-        found.scored = self.scored.another()
-        return found
 
     def read(self, features: States) -> States:
         """The target's states [n, all given ones] as the heads read them [n, all of theirs].
@@ -180,17 +127,34 @@ class HeadText:
 
     def embed(self, token_ids: TokenIds) -> States:
         """Input rows [n, hidden size] of `token_ids` [n]."""
-        if self._embedding is not None:
-            return self._embedding.rows(token_ids)
-        slots = self.scored.slots_of(token_ids)
+        slots = self._slots[token_ids]
         rows: States = self._rows[slots].astype(np.float32) * self._size
         rows[slots < 0] = 0.0
         return rows
 
+    def logits(self, states: States, scores: States) -> Logits:
+        """Logits [n, the heads' vocabulary], until the next call, of `states` [n, width], given `scores` [n, frequent].
+
+        Raises EngineError for scores that are not finite: finite weights may have products that overflow.
+        """
+        if self._num_met:
+            # Not by BLAS: its threads spin for more work, and would take cores from the target's next pass.
+            with np.errstate(over="ignore", invalid="ignore"):
+                met = np.einsum("nd,md->nm", states, self._met_rows[: self._num_met])
+            scores = np.concatenate((scores, met), axis=1)
+        if not np.isfinite(scores).all():
+            raise EngineError(
+                "the heads gave scores that are not finite: they are damaged, or overflow with this target. Train them "
+                "again (scripts/train/heads.py), or use another drafter"
+            )
+        rows = self._row if len(scores) == 1 else np.full((len(scores), self._row_size), NEVER)
+        rows[:, self._ids] = scores
+        return rows
+
     @property
     def num_bytes(self) -> int:
-        tables = self._rows.nbytes + (0 if self._embedding is None else self._embedding.num_bytes)
-        return self.scored.num_bytes + tables
+        arrays = self._rows, self._slots, self._is_known, self._row, self._ids
+        return sum(array.nbytes for array in arrays)
 
 
 def columns_of(heads: HeadFile, given_layers: tuple[int, ...]) -> NDArray[np.intp] | None:
@@ -199,8 +163,7 @@ def columns_of(heads: HeadFile, given_layers: tuple[int, ...]) -> NDArray[np.int
     if given_layers == manifest.layers:
         return None
     width = manifest.feature_size // (len(manifest.layers) + 1)
-    blocks = [*(given_layers.index(layer) for layer in manifest.layers), len(given_layers)]
-    return np.concatenate([np.arange(block * width, (block + 1) * width) for block in blocks])
+    return columns((*given_layers, -1), (*manifest.layers, -1), width)
 
 
 class HeadTiles:
@@ -270,9 +233,6 @@ class HeadLayer(Source):
 
     def graph(self, cells: int = 0) -> Any:
         sizes, self._data = self._heads.manifest, MemoryWriter()
-        halves = np.arange(0, sizes.head_dim, 2, dtype=np.float32) / np.float32(sizes.head_dim)
-        own = self._heads.arrays.get("frequencies")
-        divisors = () if own is None else tuple((np.float32(sizes.rope_theta) ** -halves / own).tolist())
         config = EagleConfig(
             hidden_size=sizes.hidden_size,
             intermediate_size=sizes.ffn,
@@ -284,9 +244,6 @@ class HeadLayer(Source):
             max_positions=max(cells, 1),
             norm_epsilon=sizes.norm_eps,
             rope_theta=sizes.rope_theta,
-            rope_divisors=divisors,
-            is_fused=sizes.generation == 3,
-            norms_residual=sizes.norms_residual,
         )
         return llama_graph(config, self._data, lambda nodes: Tiles(self._weights, nodes))
 
@@ -294,38 +251,40 @@ class HeadLayer(Source):
 class EagleHead(KernelHead):
     """One text's view of the layer. Make it with `load_eagle`."""
 
-    def __init__(self, engine: KernelEngine, text: HeadText, fuse: _Graph | None, slot: int = 0) -> None:
-        super().__init__(engine, slot)
-        self._text, self._fuse = text, fuse
+    def __init__(self, engine: KernelEngine, text: HeadText, projection: _Graph | None) -> None:
+        super().__init__(engine)
+        self._text, self._projection = text, projection
         width = self.facts.width // 2  # a pair is a state and an embedding
-        own = self.facts.num_bytes + text.num_bytes + (0 if fuse is None else fuse.num_bytes)
+        own = self.facts.num_bytes + text.num_bytes + (0 if projection is None else projection.num_bytes)
         self.facts = replace(self.facts, feature_width=text.feature_width, width=width, num_bytes=own)
 
     def follow(self, token_ids: TokenIds) -> None:
-        self._text.scored.read(token_ids)
+        self._text.follow(token_ids)
 
     def encode(self, features: States) -> States:
         self._check_features(features)
         found = self._text.read(features)
-        if self._fuse is None:
+        if self._projection is None:
             return found
-        return self._fuse.run(features=found[:, : self._fuse.widths["features"]])[0]  # EAGLE-3's lack the last state
+        return self._projection.run(features=found)[0]
 
     def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
         scores, state = super().decode(token_ids, states)
-        return self._text.scored.logits(state[None], scores[None])[0], state
+        return self._text.logits(state[None], scores[None])[0], state
 
     def branch(
         self, token_ids: TokenIds, states: States, parents: list[int], wanted: list[int]
     ) -> tuple[Logits, States]:
         scores, found = super().branch(token_ids, states, parents, wanted)
-        return self._text.scored.logits(found, scores), found
+        return self._text.logits(found, scores), found
 
     def _read(self, token_ids: TokenIds, states: States) -> States:
         return np.concatenate((states, self._text.embed(token_ids)), axis=1)
 
-    def another(self, sequence: int) -> EagleHead:
-        return EagleHead(self._engine, self._text.another(), self._fuse, sequence)
+    def another(self, sequence: int) -> Self:
+        found = super().another(sequence)
+        found._text = self._text.another()
+        return found
 
 
 class MedusaHead(DraftHead):
@@ -350,16 +309,16 @@ class MedusaHead(DraftHead):
         )
 
     def follow(self, token_ids: TokenIds) -> None:
-        self._text.scored.read(token_ids)
+        self._text.follow(token_ids)
 
     def inject(self, features: States) -> None:
         """The last state alone is read."""
         self._check_features(features)
         self._state = self._text.read(features[-1:])
 
-    def block(self, token_id: int) -> tuple[Logits, Confidences | None]:
+    def block(self, token_id: int, most: int | None = None) -> tuple[Logits, Confidences | None]:
         states, scores = self._graph.run(state=self._state, embedded=self._text.embed(np.array([token_id])))
-        return self._text.scored.logits(states, scores), None
+        return self._text.logits(states, scores), None
 
     def another(self, sequence: int) -> MedusaHead:
         found = copy(self)
@@ -388,16 +347,12 @@ class _Graph:
             return [found[0] for found in self._session.run(None, given, self._options)]
 
 
-def _fuse(heads: HeadFile, weights: HeadTiles, matrix: str) -> _Graph:
-    """What makes one state of several of the target's: a matrix, in EAGLE-3 behind a norm."""
-    sizes, data = heads.manifest, MemoryWriter()
-    nodes, value = Nodes(data), "features"
-    if sizes.norms_features:
-        weight = nodes.store("feature_norm", heads.arrays["feature_norm"])
-        nodes.add(NORM, [value, weight], [value := "normed"], "Norm", domain=DOMAIN, epsilon=sizes.norm_eps)
-    Tiles(weights, nodes).product("/fuse/MatMul", value, [f"model.{matrix}.weight"], "states")
-    width = weights.shape(f"model.{matrix}.weight")[1]
-    return _Graph(nodes, data, {"features": width}, {"states": sizes.hidden_size})
+def _projection(heads: HeadFile, weights: HeadTiles) -> _Graph:
+    """The matrix that makes one state of several of the target's."""
+    data = MemoryWriter()
+    nodes = Nodes(data)
+    Tiles(weights, nodes).product("/project/MatMul", "features", [f"model.{PROJECT}.weight"], "states")
+    return _Graph(nodes, data, {"features": heads.manifest.feature_size}, {"states": heads.manifest.hidden_size})
 
 
 def _medusa(heads: HeadFile, weights: HeadTiles) -> _Graph:
@@ -451,7 +406,7 @@ def load_eagle(
     threads: int = THREADS,
     kind: str = "Q8_0",
 ) -> EagleHead:
-    """The layer of `heads` of the kind eagle, of either generation, for a target with this `vocabulary`.
+    """The layer of `heads` of the kind eagle, for a target with this `vocabulary`.
 
     `given_layers`: as of `HeadText`; `kind`: of weights, F32 to compare with. Raises CapabilityError without the
     kernels, or for a size that they do not have, ModelFileError for weights that are no use.
@@ -463,13 +418,12 @@ def load_eagle(
             f"these heads have {sizes.head_dim} values in a head of attention; allowed: multiples of 16"
         )
     text = HeadText(heads, vocabulary.size, given_layers)
-    matrix = "fc" if sizes.generation == 3 else PROJECT if sizes.is_projected else ""
     weights = HeadTiles(heads, kind)
     source = HeadLayer(heads, weights)
     graph = read_graph(source, cells=context_length, hidden_states=True)
     use = ModelUse(context_length, threads=threads, max_sequences=sequences, provider="cpu")
     settings = OnnxSettings.checked(graph, source.config(), use)
-    fuse = _fuse(heads, weights, matrix) if matrix else None
+    projection = _projection(heads, weights) if sizes.is_projected else None
     engine = KernelEngine(source, graph, settings, source.config(), vocabulary)
     source.forget()
-    return EagleHead(engine, text, fuse)
+    return EagleHead(engine, text, projection)

@@ -32,6 +32,7 @@ from edgespec.engines.onnx.kernel_engine import num_chunks, running_bytes
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.engines.onnx.source import CHUNK_BYTES, GgufFile, Source, open_source
 from edgespec.formats.gguf.header import once
+from edgespec.formats.gguf.heads import read_head
 from edgespec.formats.onnx.tiles import EXPERTS, LOOKUP, PRODUCT
 from edgespec.kernels.interface import cache_bytes
 from edgespec.platform.machine import usable_processors
@@ -103,7 +104,14 @@ def _of_source(source: Source, use: ModelUse) -> Footprint:
     encoded = 0 if source.is_drafter else _ENCODED_BYTES * settings.context_length
     if source.is_drafter:  # its branches ask for a few rows, and the target keeps states for it
         outputs = min(outputs, MOST_SCORED)
-        results += products.width * (4 * settings.max_rows + use.max_sequences * BYTES_PER_FEATURE * WINDOW)
+        given, kept = products.width, use.max_sequences * BYTES_PER_FEATURE * WINDOW
+        if isinstance(source, GgufFile) and source.feature_size:  # inputs of layers, and the last state behind them
+            head = read_head(source.path)
+            given = head.feature_width + head.target_width
+            outputs = head.most_drafted or outputs
+            results += 4 * settings.max_rows * 2 * products.width
+            results += 4 * outputs * head.vocabulary_size * bool(head.drafted_ids)
+        results += given * (4 * settings.max_rows + kept)
     found = Footprint(
         mapped=mapped,
         packed=packed + _SCALES_COPIES * products.scales + SESSION_BYTES,

@@ -411,8 +411,11 @@ def _layer_input(graph: Any, attention: Any, path: Path) -> str:
     made = producers(graph)
     # Values, which have no norm of their own; our own operators read them together with the others.
     node = made.get(attention.input[0] if attention.domain == DOMAIN else attention.input[2] or attention.input[0])
-    while node is not None and not node.op_type.endswith("LayerNormalization") and node.op_type != NORM:
-        node = made.get(node.input[0]) if node.input else None
+    while node is not None and not node.op_type.endswith("LayerNormalization"):
+        before = made.get(node.input[0]) if node.input else None
+        if node.op_type == NORM and (before is None or before.op_type != PRODUCT):  # not of all queries at once
+            break
+        node = before
     if node is None:
         raise CapabilityError(f"{path}: heads cannot read the layer of {attention.name!r}, it has no norm before it")
     if node.op_type == NORM:

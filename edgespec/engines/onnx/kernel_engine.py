@@ -21,7 +21,7 @@ from edgespec.engines.booked import Checkpoints, SequenceBook, SequenceRows
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import DEFAULT_CONTEXT, MOST_CHECKPOINTS
 from edgespec.engines.onnx.graph import HIDDEN, LOGITS, OUTPUT_ROWS, Graph, read_graph
-from edgespec.engines.onnx.library import Bindings, RunSwitch, SessionEngine, open_session, run_options, version
+from edgespec.engines.onnx.library import Bindings, SessionEngine, open_session, translated, version
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import GgufFile, Source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
@@ -60,8 +60,6 @@ class KernelEngine(SessionEngine):
 
         Raises CapabilityError for a device or a size that the kernels do not have.
         """
-        self._options = run_options()
-        self._cancel = RunSwitch(self._options)
         # The kernels have threads of their own.
         session = open_session(
             graph.serialised, source.folder, threads=1, provider=settings.provider, arrays=source.arrays()
@@ -83,7 +81,7 @@ class KernelEngine(SessionEngine):
         # Of a draft head: the states that the rows of the next pass read.
         self.features = np.zeros((widest if graph.feature_size else 0, graph.feature_size), np.float32)
         self._order: NDArray[np.intp] | None = None  # of the last pass's rows, if they were not in batch order
-        self._bindings = Bindings(session, self._options)
+        self._bindings = self._cancel = Bindings(session)
         self._width = 0
         self._book = SequenceBook(slots)
         self._held = HeldFiles(source.mapped)
@@ -151,12 +149,21 @@ class KernelEngine(SessionEngine):
                 start += count
         return self._run(batch.width, outputs)
 
-    def score(self, token_ids: TokenIds, rows: NDArray[np.int32]) -> Logits:
-        """Logits of all `rows` [n, 4] of a draft head that reads another engine's cache and adds nothing to it."""
+    def score(self, token_ids: TokenIds, rows: NDArray[np.int32], first: int = 0, last: int | None = None) -> Logits:
+        """Logits of the rows `first`..`last` of all `rows` [n, 4] of a draft head whose text they do not become."""
         self._require_open()
         count = len(rows)
         self._ids[:count], self._rows[:count] = token_ids, rows
-        return self._run(count, np.arange(count))
+        return self._run(count, np.arange(count)[first:last])
+
+    def run_beside(self, session: Any, inputs: dict[str, NDArray[Any]]) -> list[NDArray[np.float32]]:
+        """The results of a graph of the same head, which `cancel` ends, too. Raises as a pass."""
+        self._require_open()
+        kernels().edgespec_use_threads(self._threads)
+        given = {**inputs, **self._named} if ROWS in inputs else inputs
+        with translated(self._bindings.options):
+            found: list[NDArray[np.float32]] = session.run(None, given, self._bindings.options)
+        return found
 
     def read_cache_of(self, other: KernelEngine) -> None:
         """Attend to keys and values of another engine's cache, which lives as long."""

@@ -1,5 +1,7 @@
 """Draft heads on our kernels: an engine of a layer that predicts a further token, with states as an input.
 
+EAGLE-3's reads a state that an encoder of its own makes of the inputs of the target's layers.
+
 Its passes take rows of several texts and trees at little more than the cost of one row, as the target's do. It has
 keys and values of its own, which stay behind when the target drops a draft: those of guesses are never kept. Gemma 4's
 drafter has none, and reads those of its target.
@@ -7,22 +9,26 @@ drafter has none, and reads those of its target.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-from edgespec.engines.head import DraftHead, HeadFacts, States
+from edgespec.engines.head import Confidences, DraftHead, HeadFacts, States
 from edgespec.engines.model_use import DEFAULT_CONTEXT
-from edgespec.engines.onnx.graph import HIDDEN, LOGITS, read_graph
+from edgespec.engines.onnx.graph import HIDDEN, read_graph
 from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.library import open_session
 from edgespec.engines.onnx.source import GgufFile
 from edgespec.errors import BatchError, CapabilityError, VocabularyMismatch
 from edgespec.formats.gguf.check import is_gemma4_drafter
 from edgespec.formats.gguf.header import read_header
-from edgespec.formats.gguf.heads import check_cache, read_head
+from edgespec.formats.gguf.heads import HeadSizes, check_cache, read_head
+from edgespec.formats.onnx.tiles import FEATURES, ROWS
 from edgespec.types import Batch, Logits, TokenIds
 
 # Of a large vocabulary a layer scores the first tokens. A text of which so many of the latest are others gets these
@@ -40,23 +46,49 @@ class _Rest:
     def is_needed(self, token_ids: TokenIds) -> bool:
         source, latest = self._engine.source, token_ids[-_LATEST:]
         assert isinstance(source, GgufFile)
-        if not latest.size or np.mean(latest >= source.model.config.vocab_size) < _MANY:
+        if not (latest.size and source.num_unscored) or np.mean(latest >= source.model.config.vocab_size) < _MANY:
             return False
         if self._session is None and (made := source.rest_of_head()):
             self._session = open_session(made[0], source.folder, threads=1, provider="cpu", arrays=made[1])
         return self._session is not None
 
     def scores(self, states: States) -> Logits:
-        found: Logits = self._session.run([LOGITS], {HIDDEN: states})[0]
-        return found
+        return self._engine.run_beside(self._session, {HIDDEN: states})[0]
+
+
+def columns(given: Sequence[int], read: Sequence[int], width: int) -> NDArray[np.intp]:
+    """Places of the states that are `read` among those that are `given`, each `width` wide: of layers; -1: the last."""
+    return np.concatenate([np.arange(width) + width * given.index(each) for each in read])
+
+
+class _Encoder:
+    """What a head with these `sizes` makes of the states that the target gives, with the inputs of `given_layers`."""
+
+    def __init__(self, engine: KernelEngine, sizes: HeadSizes, given_layers: tuple[int, ...]) -> None:
+        source = engine.source
+        assert isinstance(source, GgufFile)
+        self.feature_width = (len(given_layers) + 1) * sizes.target_width
+        self._engine, self._columns = engine, columns(given_layers, sizes.layers, sizes.target_width)
+        graph = source.part("encoder", engine.facts.context_length)
+        self._session = open_session(graph, source.folder, threads=1, provider="cpu", arrays=source.arrays())
+
+    def run(self, features: States, **rows: NDArray[np.int32]) -> States:
+        """One state of each row of `features` [n, feature_width]; of a block's head what it writes into the cache."""
+        return self._engine.run_beside(self._session, {FEATURES: features[:, self._columns], **rows})[0]
 
 
 class KernelHead(DraftHead):
-    """One text's view of `engine`, which is closed with the head of the first text. Make it with `load_drafter`."""
+    """One text's view of `engine`, which is closed with the head of the first text. Make it with `load_drafter`.
 
-    def __init__(self, engine: KernelEngine, slot: int = 0, rest: _Rest | None = None) -> None:
+    `sizes` of a file of its own; of its `drafted_ids` it has scores alone.
+    """
+
+    _encoder: _Encoder | None = None
+
+    def __init__(self, engine: KernelEngine, sizes: HeadSizes | None = None) -> None:
         width, facts = engine.features.shape[1], engine.facts
-        self._engine, self._slot, self._rest, self._scores_all = engine, slot, rest or _Rest(engine), False
+        self._engine, self._slot, self._rest, self._scores_all = engine, 0, _Rest(engine), False
+        self._drafted = np.array(sizes.drafted_ids if sizes else (), np.intp)
         self.start = self.end = 0
         self.facts = HeadFacts(
             context_length=facts.context_length,
@@ -72,9 +104,14 @@ class KernelHead(DraftHead):
     def follow(self, token_ids: TokenIds) -> None:
         self._scores_all = self._rest.is_needed(token_ids)
 
+    def read_layers(self, sizes: HeadSizes, given_layers: tuple[int, ...]) -> None:
+        """Read states of a target which gives the inputs of these layers, and the last state behind them."""
+        self._encoder = _Encoder(self._engine, sizes, given_layers)
+        self.facts = replace(self.facts, layers=sizes.layers, feature_width=self._encoder.feature_width)
+
     def encode(self, features: States) -> States:
         self._check_features(features)
-        return features
+        return features if self._encoder is None else self._encoder.run(features)
 
     def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
         self._check_pairs(token_ids, states)
@@ -109,9 +146,17 @@ class KernelHead(DraftHead):
     def _pass(self, batch: Batch, read: States) -> Logits:
         self._engine.features[: batch.width] = read
         found = self._engine.forward(batch)
-        if not self._scores_all:
-            return found
-        return np.concatenate((found, self._rest.scores(self._engine.hidden_states()[batch.outputs])), axis=1)
+        if self._scores_all:
+            return np.concatenate((found, self._rest.scores(self._engine.hidden_states()[batch.outputs])), axis=1)
+        return self._spread(found)
+
+    def _spread(self, scores: Logits) -> Logits:
+        """Scores [n, drafted tokens] as [n, vocabulary]."""
+        if not self._drafted.size:
+            return scores
+        found = np.full((len(scores), self._engine.vocabulary.size), -np.inf, np.float32)
+        found[:, self._drafted] = scores
+        return found
 
     def rollback(self, to_end: int) -> None:
         self._check_position(to_end)
@@ -138,8 +183,11 @@ class KernelHead(DraftHead):
     def clear_cancel(self) -> None:
         self._engine.clear_cancel()
 
-    def another(self, sequence: int) -> KernelHead:
-        return KernelHead(self._engine, sequence, self._rest)
+    def another(self, sequence: int) -> Self:
+        found = copy(self)
+        found._slot, found._scores_all = sequence, False
+        found.start = found.end = 0
+        return found
 
     def close(self) -> None:
         if self._slot == 0:
@@ -159,30 +207,108 @@ class CacheHead(KernelHead):
         return logits[0], engine.hidden_states()[0]
 
 
+class BlockHead(KernelHead):
+    """A DFlash or DSpark head: its cache has what its encoder makes of the target's states, and no row of a block."""
+
+    def __init__(self, engine: KernelEngine, sizes: HeadSizes, given_layers: tuple[int, ...]) -> None:
+        super().__init__(engine, sizes)
+        self.facts = replace(self.facts, width=sizes.width, most_drafted=sizes.most_drafted, can_tree=False)
+        self.read_layers(sizes, given_layers)
+        self._sizes, source = sizes, engine.source
+        self._ids = np.full(sizes.block_size, sizes.mask_id, np.int32)
+        places = np.arange(sizes.block_size)
+        parents = places - 1 if sizes.is_causal else places - sizes.block_size  # or they see all behind them
+        self._rows = np.stack((0 * places, places, places, parents), axis=1).astype(np.int32)
+        if self._has_chain:
+            assert isinstance(source, GgufFile)
+            graph = source.part("chain", 1)
+            self._chain = open_session(graph, source.folder, threads=1, provider="cpu", arrays=source.arrays())
+
+    @property
+    def _has_chain(self) -> bool:
+        return self._sizes.has_markov or self._sizes.num_candidates > 0
+
+    def inject(self, features: States) -> None:
+        self._check_features(features)
+        self._check_room(len(features), "tokens")
+        assert self._encoder is not None
+        places = np.arange(self.end - self.start, self.end - self.start + len(features))
+        parents = np.arange(-1, len(features) - 1)
+        rows = np.stack((np.full_like(places, self._slot), places, places, parents), axis=1)
+        self._encoder.run(features, **{ROWS: rows.astype(np.int32)})
+        self.end += len(features)
+
+    def block(self, token_id: int, most: int | None = None) -> tuple[Logits, Confidences | None]:
+        engine, first = self._engine, self._sizes.first_row
+        if not 0 <= token_id < engine.vocabulary.size:
+            raise BatchError(f"token id {token_id} is outside the head's vocabulary 0..{engine.vocabulary.size - 1}")
+        self._ids[0], self._rows[:, 0] = token_id, self._slot
+        rows = self._rows + np.array([0, 1, 1, 0], np.int32) * np.int32(self.end - self.start)
+        scores = engine.score(self._ids, rows, first, None if most is None else first + most)
+        confidences = self._chained(token_id, scores) if self._has_chain else None
+        return self._spread(scores), confidences
+
+    def _chained(self, token_id: int, scores: Logits) -> Confidences | None:
+        """Move each row of `scores` by the likeliest token of the row before; the confidences in these tokens.
+
+        Of a row of DFlash2 only the likeliest few have a score then.
+        """
+        sizes, most, found = self._sizes, self._sizes.num_candidates, []
+        tokens = self._drafted if self._drafted.size else np.arange(scores.shape[1])
+        for row, state in zip(scores, self._engine.hidden_states()[sizes.first_row :], strict=False):
+            best = np.argpartition(row, -most)[-most:] if most else np.empty(0, np.intp)
+            inputs: dict[str, NDArray[Any]] = {"input_ids": np.array([[token_id, *tokens[best]]])}
+            if sizes.has_confidence or most:
+                inputs[FEATURES] = state[None, None]
+            moved, *confidence = self._engine.run_beside(self._chain, inputs)
+            if most:
+                kept = row[best] + moved[0, 1:]
+                row[:] = -np.inf
+                row[best] = kept
+            else:
+                row += moved[0, 0]
+            token_id = int(tokens[row.argmax()])
+            found += [float(each[0, 0, 0]) for each in confidence]
+        return np.array(found, np.float32) if found else None
+
+    def rollback(self, to_end: int) -> None:
+        self._check_position(to_end)
+        self.end = to_end
+
+    def restart(self, position: int) -> None:
+        self.start = self.end = position
+
+
 def load_drafter(target: KernelEngine, path: Path | None = None, context_length: int | None = None) -> KernelHead:
-    """The layer of `target` that predicts a further token, in its own file or in `path`, or Gemma 4's drafter.
+    """The layer of `target` that predicts a further token, in its own file or in `path`; of another head what is there.
 
     It attends to `context_length` pairs of each text, or to the target's cache. Raises ModelNotFound, ModelFileError,
     VocabularyMismatch, and CapabilityError for a drafter of another model.
     """
-    whole, vocabulary = target.source, target.vocabulary
+    whole, vocabulary, sizes = target.source, target.vocabulary, None
     if not isinstance(whole, GgufFile):
         raise CapabilityError("this draft head reads a model in GGUF: run the file that the export was made from")
     if path is not None:
         config, header = whole.model.config, read_header(path)
         if is_gemma4_drafter(header):
             check_cache(path.name, header, whole.model.header)
-        read_head(path).check_fits(path.name, config.hidden_size, config.num_layers, vocabulary.size)
+        sizes = read_head(path)
+        sizes.check_fits(path.name, config.hidden_size, config.num_layers, vocabulary.size)
         if list(header.tokens) != list(whole.model.header.tokens):
             raise VocabularyMismatch(f"{path.name} has other tokens than its target: give the file made for this model")
     source = whole.drafter(path)
-    length = min(context_length or DEFAULT_CONTEXT, target.facts.context_length)
-    if source.reads_cache:
-        length = target.facts.context_length
+    length = target.facts.context_length
+    if not source.reads_cache:
+        length = min(context_length or DEFAULT_CONTEXT, length, source.model.config.max_positions)
     graph = read_graph(source, cells=length, hidden_states=True)
     settings = replace(target.settings, context_length=length)
     engine = KernelEngine(source, graph, settings, source.config(), vocabulary)
-    if not source.reads_cache:
-        return KernelHead(engine)
-    engine.read_cache_of(target)
-    return CacheHead(engine)
+    if source.reads_cache:
+        engine.read_cache_of(target)
+        return CacheHead(engine)
+    if sizes and sizes.block_size:
+        return BlockHead(engine, sizes, target.state_layers)
+    head = KernelHead(engine, sizes)
+    if sizes and sizes.layers:
+        head.read_layers(sizes, target.state_layers)
+    return head

@@ -16,7 +16,6 @@ from weakref import WeakSet
 from numpy.typing import NDArray
 
 from edgespec.engines.booked import BookedEngine
-from edgespec.engines.model_files import HeldFiles
 from edgespec.errors import Cancelled, CapabilityError, ConfigError, EngineError, ModelFileError
 from edgespec.formats.onnx.tiles import PRODUCT
 from edgespec.installation import IMPORT_FAILURES, NO_TELEMETRY, install_command, interrupts_deferred, not_importable
@@ -201,7 +200,8 @@ def _given(graph: bytes, arrays: Arrays, options: Any) -> Iterator[bytes]:
     import onnx
 
     model = onnx.ModelProto.FromString(graph)
-    own = [tensor for tensor in model.graph.initializer if tensor.name in arrays]
+    read = {name for node in model.graph.node for name in node.input}  # of the first layers alone, not all tables are
+    own = [tensor for tensor in model.graph.initializer if tensor.name in arrays and tensor.name in read]
     packed = {t.name: arrays[t.name] for t in own if t.data_type == t.UINT8}
     others = {t.name: library().OrtValue.ortvalue_from_numpy(arrays[t.name]) for t in own if t.name not in packed}
     if others:
@@ -215,11 +215,20 @@ def _given(graph: bytes, arrays: Arrays, options: Any) -> Iterator[bytes]:
 
 
 class Bindings:
-    """What the passes of a model read and write, by their shapes, in `session`."""
+    """What the passes of a model read and write, by their shapes, in `session`; and what ends them (`set`)."""
 
-    def __init__(self, session: Any, run_options: Any) -> None:
-        self.session, self._options = session, run_options
+    def __init__(self, session: Any) -> None:
+        self.session, self.options = session, run_options()
         self._made: dict[tuple[int, ...], Any] = {}
+
+    def is_set(self) -> bool:
+        return bool(self.options.terminate)
+
+    def set(self) -> None:
+        self.options.terminate = True
+
+    def clear(self) -> None:
+        self.options.terminate = False
 
     def of(self, shape: tuple[int, ...], bind: Callable[..., None]) -> Any:
         """That of a pass of this shape, which `bind(binding, *shape)` fills."""
@@ -234,8 +243,8 @@ class Bindings:
 
     def run(self, binding: Any, *, on_device: bool = False) -> None:
         """One pass. Raises Cancelled, EngineError."""
-        with translated(self._options):
-            self.session.run_with_iobinding(binding, self._options)
+        with translated(self.options):
+            self.session.run_with_iobinding(binding, self.options)
             if on_device:
                 binding.synchronize_outputs()  # else the cache may be read before the device has written it
 
@@ -245,28 +254,10 @@ class Bindings:
         del self.session
 
 
-class RunSwitch:
-    """Ends passes with these options."""
-
-    def __init__(self, run_options: Any) -> None:
-        self._options = run_options
-
-    def is_set(self) -> bool:
-        return bool(self._options.terminate)
-
-    def set(self) -> None:
-        self._options.terminate = True
-
-    def clear(self) -> None:
-        self._options.terminate = False
-
-
 class SessionEngine(BookedEngine):
-    """One ONNX model. Logits stay valid until the next `forward`. `_options`: of all its passes."""
+    """One ONNX model. Logits stay valid until the next `forward`."""
 
     states_of = "all rows"  # they are taken before the head keeps those whose logits are wanted
-    _options: Any
-    _held: HeldFiles
     _has_hidden: bool
 
     def give_hidden_states(self, wanted: bool) -> None:

@@ -82,13 +82,7 @@ class OnnxSettings(ModelUse):
     @classmethod
     def checked(cls, graph: Graph, config: ModelConfig, use: ModelUse) -> Self:
         """Raises ConfigError for a value out of range, or a context longer than the model was trained for."""
-        context_length = use.context_length
         longest = min((n for n in (config.trained_length, graph.max_positions) if n), default=DEFAULT_CONTEXT)
-        if context_length is not None and context_length > longest:
-            raise ConfigError(
-                f"a context of {context_length} tokens was asked for, this model allows {longest}: give "
-                "at most that, or -c max"
-            )
         own = graph.head_sizes
         head_size = own[0] if own else graph.cache[0].head_size or config.head_size
         types = KERNEL_CACHE_TYPES if own else CACHE_TYPES
@@ -96,7 +90,7 @@ class OnnxSettings(ModelUse):
             raise ModelFileError("neither the graph nor the files beside it contain the size of an attention head")
         given = {each.name: getattr(use, each.name) for each in fields(ModelUse)}
         given |= {
-            "context_length": min(longest, use.default_context) if context_length is None else context_length,
+            "context_length": use.length_for(f"this {config.architecture} model", longest),
             "threads": default_threads() if use.threads is None else use.threads,
             "cache_type_k": use.cache_type_k or types[0],
         }
@@ -105,17 +99,12 @@ class OnnxSettings(ModelUse):
             raise ConfigError(
                 f"a cache of type {settings.cache_type_k!r} is not supported here: use {' or '.join(types)}"
             )
-        limits = {"context_length": 1, "threads": 512, "max_sequences": 1 << 10, "max_batch": 1 << 14, "widest": 64}
-        for name, high in {**limits, "context_length": longest}.items():
+        limits = {"threads": 512, "max_sequences": 1 << 10, "max_batch": 1 << 14, "widest": 64}
+        for name, high in {"context_length": longest, **limits}.items():
             value = getattr(settings, name)
             if not isinstance(value, int) or not 1 <= value <= high:
                 raise ConfigError(f"{name} must be a whole number in 1..{high}, got {value!r}")
         return settings
-
-    @property
-    def measured_widths(self) -> int:
-        """The widest pass to measure."""
-        return min(self.widest, self.max_batch, self.context_length // 2 + 1)
 
     @property
     def max_rows(self) -> int:

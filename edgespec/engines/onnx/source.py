@@ -20,9 +20,11 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
@@ -36,13 +38,15 @@ from edgespec.formats.gguf.header import TensorInfo, once
 from edgespec.formats.gguf.model import GgufModel, GgufTensors, read_model
 from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.gguf.tokenizer import FILES, splitter_of, tokenizer_texts
+from edgespec.formats.onnx.dflash import CONFIDENCE, FOLLOWERS, MARKOV, SELECTOR, BlockConfig
+from edgespec.formats.onnx.eagle import ENCODER, HeadConfig
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.gemma4 import Gemma4Config
 from edgespec.formats.onnx.graph import Fill, MemoryWriter, Nodes
 from edgespec.formats.onnx.hybrid import HybridConfig
 from edgespec.formats.onnx.llama import llama_graph, rotary_bytes
+from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.formats.onnx.tiles import Tiles, tiles_name
-from edgespec.installation import IMPORT_FAILURES, not_importable
 from edgespec.kernels import interface
 from edgespec.platform.disk_cache import cache_folder, file_key, key_of
 from edgespec.platform.files import write_atomically
@@ -115,11 +119,6 @@ class ExportFolder(Source):
         return ModelConfig.read(self.folder)
 
     def graph(self, cells: int = 0) -> Any:
-        try:
-            import onnx
-            from google.protobuf.message import DecodeError
-        except IMPORT_FAILURES as exc:
-            raise not_importable("reading ONNX files", exc, "onnx") from exc
         path = self.path
         if not path.is_file():
             raise ModelNotFound(f"no file {str(path)!r}: give the model.onnx of an export")
@@ -142,14 +141,15 @@ class GgufFile(Source):
         config = self.model.config
         self.max_positions = config.max_positions
         self.reads_cache = isinstance(config, Gemma4Config) and bool(config.target_width)
-        self.is_drafter = self.reads_cache or (isinstance(config, HybridConfig) and config.is_nextn)
+        self.is_drafter = nextn or head_kind(self.model.header) is not None
         self._version = tuple(map(file_key, self.files))
         self._tiles: dict[Place, NDArray[np.uint8]] = {}  # shared with what drafts for this model
-        self._lent: frozenset[Place] = frozenset()  # tiles that are in memory for another model
+        # Tiles that are in memory for another model.
+        self._lent = frozenset((path, *info.place) for info, _ in self.model.tensors.values() if info.offset < 0)
         self._files: dict[str, Path] = {}  # of matrices that are another model's
         self._data = MemoryWriter()  # of the latest graph
         self._folder: Path | None = None
-        self.is_narrow = is_narrow
+        self.is_narrow = is_narrow and not self.is_drafter
 
     @property
     def folder(self) -> Path:  # type: ignore[override]
@@ -167,6 +167,8 @@ class GgufFile(Source):
         found._folder, found._tiles, found._lent = self._folder, self._tiles, frozenset(self._places().values())
         if isinstance(found.model.config, Gemma4Config):
             found._read_cache_of(self)
+        elif missing := [name for name, (info, _) in found.model.tensors.items() if info.offset < 0]:
+            found._read_tables_of(self, missing)
         return found
 
     def first_layers(self, count: int) -> GgufFile:
@@ -175,9 +177,11 @@ class GgufFile(Source):
         Raises ConfigError for a number outside 1..all but one, CapabilityError where layers read one another's keys.
         """
         config = self.model.config
-        if not 0 < count < config.num_layers:
+        recurrent = config.recurrent_layers if isinstance(config, HybridConfig) else frozenset()
+        least = 1 + next(layer for layer in range(config.num_layers) if layer not in recurrent)  # a cache is needed
+        if not least <= count < config.num_layers:
             raise ConfigError(
-                f"an exit after layer {count} was asked for; {self.path.name} allows 1..{config.num_layers - 1}"
+                f"an exit after layer {count} was asked for; {self.path.name} allows {least}..{config.num_layers - 1}"
             )
         if isinstance(config, Gemma4Config):
             raise CapabilityError(f"{self.path.name} is a Gemma 4, whose layers share keys: use another drafter")
@@ -200,9 +204,15 @@ class GgufFile(Source):
             replace(layer, first_head=heads[number not in config.windowed_layers])
             for number, layer in enumerate(config.layers)
         )
-        self._files = {EMBEDDING: model.path}
-        tensors = {**self.model.tensors, EMBEDDING: model.model.tensors[EMBEDDING]}
-        self.model = replace(self.model, config=replace(config, layers=tuple(layers)), tensors=tensors)
+        self.model = replace(self.model, config=replace(config, layers=tuple(layers)))
+        self._read_tables_of(model, [EMBEDDING])
+
+    def _read_tables_of(self, model: GgufFile, names: list[str]) -> None:
+        """Let embeddings or head be those of another model, whose head may be its embeddings."""
+        tensors = model.model.tensors
+        own = {name: tensors.get(name, tensors[EMBEDDING]) for name in names}
+        self._files = dict.fromkeys(names, model.path)
+        self.model = replace(self.model, tensors={**self.model.tensors, **own})
 
     def _places(self) -> dict[str, Place]:
         """Of all tensors, by name: two can be one."""
@@ -219,21 +229,39 @@ class GgufFile(Source):
         weights, tensors = self._weights(), self.model.tensors
         reused = (name for name in tensors.keys() - self._own(self._lent) if len(tensors[name][0].shape) > 1)
         tables = rotary_bytes(replace(self.model.config, max_positions=cells))
-        return graph.weight_bytes - sum(map(weights.num_bytes, reused)) + tables
+        apart = (name for name in (ENCODER, MARKOV, FOLLOWERS, CONFIDENCE, SELECTOR) if name in tensors)
+        tables *= 2 if isinstance(self.model.config, BlockConfig) else 1  # its encoder has them, too
+        return graph.weight_bytes + sum(map(weights.num_bytes, apart)) - sum(map(weights.num_bytes, reused)) + tables
 
     def config(self) -> ModelConfig:
         found = self.model
         return ModelConfig(found.header.architecture, found.config.max_positions, found.config.head_dim)
 
     def graph(self, cells: int = 0) -> Any:
-        config = replace(self.model.config, max_positions=max(cells, 1))
+        return self._written(replace(self.model.config, max_positions=max(cells, 1)))
+
+    def _written(self, config: LlamaConfig) -> Any:
         self._data, weights = MemoryWriter(), self._weights()
         return llama_graph(config, self._data, lambda nodes: Tiles(weights, nodes))
+
+    def part(self, name: Literal["encoder", "chain"], cells: int) -> bytes:
+        """The graph of a part of a head for so many `cells`; `arrays` are then its weights."""
+        config = self.model.config
+        assert isinstance(config, HeadConfig)
+        found: bytes = self._written(replace(config, part=name, max_positions=cells)).SerializeToString()
+        return found
+
+    @property
+    def feature_size(self) -> int:
+        """The width of the target's states that a head reads for one token; 0: that of its own states."""
+        config = self.model.config
+        return config.feature_size if isinstance(config, HeadConfig) else 0
 
     @property
     def num_unscored(self) -> int:
         """How many tokens a layer that predicts a further one leaves out."""
-        return len(self.model.header.tokens) - self.model.config.vocab_size
+        config = self.model.config
+        return len(self.model.header.tokens) - config.vocab_size if isinstance(config, HybridConfig) else 0
 
     def rest_of_head(self) -> tuple[bytes, Mapping[str, NDArray[Any]]] | None:
         """A graph of logits of the tokens that are left out, from states, and its weights; None if these are nowhere.

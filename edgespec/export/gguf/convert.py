@@ -11,17 +11,16 @@ import math
 import os
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import gguf
 import numpy as np
 from gguf.quants import quantize
 
 from edgespec.engines.llamacpp.library import complaints, forget_complaints, library, uninterrupted
-from edgespec.errors import ConfigError, ModelFileError
+from edgespec.errors import ModelFileError
 from edgespec.export.gguf.tokenizer import write_tokenizer
 from edgespec.formats.architectures import (
     TRANSPOSE,
@@ -57,17 +56,8 @@ Tensors = dict[str, tuple[tuple[int, ...], Callable[[], Weights]]]
 """GGUF name -> (shape, function that returns the weights)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """One tensor to write: its name in the checkpoint, its row in the architecture's table, its shape in the GGUF."""
-
-    source: str
-    tensor: Tensor
-    shape: tuple[int, ...]
-
-
 def convert(
-    source: Path | Checkpoint,
+    folder: Path,
     output: Path,
     output_type: OutputType = "q8_0",
     *,
@@ -75,21 +65,17 @@ def convert(
     licence: str | None = None,
     progress: Progress = no_progress,
 ) -> Path:
-    """Write a model (its folder or an opened checkpoint) to `output` as GGUF, atomically; norms are F32.
+    """Write the model in `folder` to `output` as GGUF, atomically; norms are F32.
 
     Raises ModelFileError if the folder is incomplete or not supported, StateError if `output` cannot be written.
     """
-    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
-    with settings_of(checkpoint.folder):
+    checkpoint = Checkpoint.open(folder)
+    with settings_of(folder):
         found = architecture_of(checkpoint)
         sizes = found.sizes(checkpoint)
-        plan = plan_tensors(checkpoint, found, sizes)
-        tensors: Tensors = {
-            tensor: (planned.shape, partial(_weights, checkpoint, sizes, planned)) for tensor, planned in plan.items()
-        }
-        tensors |= rotary_tensors(checkpoint, sizes)
+        tensors = plan_tensors(checkpoint, found, sizes) | rotary_tensors(checkpoint, sizes)
 
-    called = name or checkpoint.folder.name
+    called = name or folder.name
     wanted, file_type = OUTPUT_TYPES[output_type]
     stored = {tensor: stored_type(shape, wanted) for tensor, (shape, _) in tensors.items()}
     with atomic_file(output) as temporary:
@@ -100,7 +86,7 @@ def convert(
                 writer.add_license(licence)
             writer.add_file_type(file_type)
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-            with settings_of(checkpoint.folder):
+            with settings_of(folder):
                 write_hyperparameters(writer, checkpoint, found, sizes)
             write_tokenizer(writer, checkpoint, sizes.vocabulary)
             for tensor, (shape, _) in tensors.items():
@@ -122,8 +108,8 @@ def convert(
     return output
 
 
-def check_checkpoint(folder: Path, *, has_weights: bool) -> Architecture:
-    """The table of a folder's architecture, checked as far as its files are there, before anything is written.
+def check_checkpoint(folder: Path, *, has_weights: bool) -> None:
+    """Check a model as far as its files are there, before anything is written.
 
     Raises ModelFileError for a model that cannot be converted.
     """
@@ -132,18 +118,17 @@ def check_checkpoint(folder: Path, *, has_weights: bool) -> Architecture:
         found = architecture_of(checkpoint)
         if has_weights:
             plan_tensors(checkpoint, found, found.sizes(checkpoint))
-    return found
 
 
-def plan_tensors(checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> dict[str, Planned]:
-    """The tensors to write by GGUF name, in the checkpoint's order.
+def plan_tensors(checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> Tensors:
+    """The tensors to write, in the checkpoint's order.
 
     Raises ModelFileError for a tensor that is missing, unknown, or has another shape than config.json implies.
     """
     if found.head_is_tied and not found.is_tied(checkpoint.config):
         raise ModelFileError(f"{checkpoint.folder}: llama.cpp's {found.name} needs tied embeddings, but they are not")
-    needed, plan = dict(_places(checkpoint, found, sizes.layers)), dict[str, Planned]()
-    for source in checkpoint.names():
+    needed, plan = dict(_places(checkpoint, found, sizes.layers)), Tensors()
+    for source in checkpoint.tensors:
         if source.endswith(BUFFERS) or (source == HEAD and found.is_tied(checkpoint.config)):
             continue
         # Checkpoints saved from the bare model lack the prefix.
@@ -151,11 +136,12 @@ def plan_tensors(checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> d
         where = f"{checkpoint.tensors[source].file}: tensor {source}"
         if name not in needed:
             raise ModelFileError(f"{where} has no place in a {found.name} model of {sizes.layers} layers")
-        (tensor, own), shape = needed.pop(name), checkpoint.shape(source)
+        (tensor, own), shape = needed.pop(name), checkpoint.tensors[source].shape
         if shape != (wanted := sizes.shape(tensor.shape)):
             raise ModelFileError(f"{where} has the shape {shape}, config.json implies {wanted}")
         checkpoint.check_type(source)
-        plan[own] = Planned(source, tensor, shape[::-1] if tensor.change == TRANSPOSE else shape)
+        load = partial(_weights, checkpoint, sizes, source, tensor.change)
+        plan[own] = shape[::-1] if tensor.change == TRANSPOSE else shape, load
     if needed:
         raise ModelFileError(f"{checkpoint.folder} lacks {len(needed)} tensors, the first is {next(iter(needed))}")
     return plan
@@ -189,10 +175,10 @@ def stored_type(shape: tuple[int, ...], wanted: gguf.GGMLQuantizationType) -> gg
     return wanted if shape[-1] % block == 0 else gguf.GGMLQuantizationType.F16
 
 
-def _weights(checkpoint: Checkpoint, sizes: Sizes, planned: Planned) -> Weights:
-    weights = checkpoint.weights(planned.source)
-    checkpoint.check_finite(planned.source, _extremes(weights))
-    return apply(planned.tensor.change, weights, sizes)
+def _weights(checkpoint: Checkpoint, sizes: Sizes, source: str, change: int) -> Weights:
+    weights = checkpoint.weights(source)
+    checkpoint.check_finite(source, _extremes(weights))
+    return apply(change, weights, sizes)
 
 
 def _quantised(weights: Weights, kind: gguf.GGMLQuantizationType, name: str) -> Any:
@@ -229,7 +215,8 @@ def write_hyperparameters(writer: gguf.GGUFWriter, checkpoint: Checkpoint, found
     writer.add_vocab_size(sizes.vocabulary)
     if any(windowed):
         _write_window(writer, checkpoint, found, windowed)
-    _write_softcapping(writer, checkpoint, found)
+    if found.has_window and (cap := checkpoint.config.get("final_logit_softcapping")) is not None:
+        writer.add_final_logit_softcapping(float(cap))
 
 
 def _context_length(checkpoint: Checkpoint, found: Architecture, sizes: Sizes, windowed: list[bool]) -> int:
@@ -261,19 +248,6 @@ def _write_window(writer: gguf.GGUFWriter, checkpoint: Checkpoint, found: Archit
         writer.add_rope_freq_base_swa(base)
 
 
-def _write_softcapping(writer: gguf.GGUFWriter, checkpoint: Checkpoint, found: Architecture) -> None:
-    """Write logit softcapping of Gemma 2 and 3; llama.cpp requires it for Gemma 2."""
-    if found.name not in ("gemma2", "gemma3"):
-        return
-    attention, final = (checkpoint.config.get(f"{part}_logit_softcapping") for part in ("attn", "final"))
-    if found.name == "gemma2" and (attention is None or final is None):
-        raise ModelFileError(f"{checkpoint.folder / 'config.json'} lacks attn_logit_softcapping or the final one")
-    if attention is not None:
-        writer.add_attn_logit_softcapping(float(attention))
-    if final is not None:
-        writer.add_final_logit_softcapping(float(final))
-
-
 # -- quantising, by llama.cpp. Types that it writes with an importance matrix only are left to its own programs
 
 _QUANTISED = (
@@ -282,12 +256,6 @@ _QUANTISED = (
 )
 FILE_TYPES = {name: int(gguf.LlamaFileType[f"MOSTLY_{name.upper()}"]) for name in _QUANTISED}
 GGUF_QUANTS: tuple[str, ...] = ("f32", "f16", "bf16", *FILE_TYPES)
-
-
-def check_quant(quant: str) -> None:
-    """Raise ConfigError for an unknown type."""
-    if quant not in GGUF_QUANTS:
-        raise ConfigError(f"the quantisation {quant!r} is not known; allowed: {', '.join(GGUF_QUANTS)}")
 
 
 def own_precision(folder: Path) -> OutputType:
@@ -307,13 +275,13 @@ def quantise(
 ) -> None:
     """Quantise a GGUF of f32, f16 or bf16 to one of FILE_TYPES; rows that its blocks do not divide get another type.
 
-    `may_requantise`: the source may be quantised, too, such as to write its weights as f32. Raises ModelFileError with
+    `may_requantise`: the source may be quantised, too. Raises ModelFileError with
     llama.cpp's message, StateError if the disk is full.
     """
     check_gguf(source)
     llama = library()
     params = llama.llama_model_quantize_default_params()
-    params.ftype = FILE_TYPES[quant] if quant in FILE_TYPES else int(OUTPUT_TYPES[cast(OutputType, quant)][1])
+    params.ftype = FILE_TYPES[quant]
     params.nthread = threads or physical_cores()
     params.allow_requantize = may_requantise
     forget_complaints()

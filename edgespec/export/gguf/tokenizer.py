@@ -9,7 +9,7 @@ ends a word at a combining mark, as in Hindi.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ import gguf
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.errors import ModelFileError
 from edgespec.export.check import PROBE_TEXTS, read_tokenizer
-from edgespec.formats.checkpoint import Checkpoint, chat_template, read_json
+from edgespec.formats.checkpoint import Checkpoint, chat_template, read_json, read_optional_json
 from edgespec.formats.gguf.tokenizer import (
+    BYTES,
     SPACE,
     SPLIT_AT_MARKS,
     begins_with_space,
@@ -29,7 +30,6 @@ from edgespec.formats.gguf.tokenizer import (
 )
 
 Settings = dict[str, Any]
-BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
 TAB = "<0x09>"  # which Gemma 1 and 2 call "\t"
 UNREACHABLE = -1e6  # the score of a token that no merge produces
 
@@ -63,7 +63,7 @@ def _write_tokenizer(writer: gguf.GGUFWriter, checkpoint: Checkpoint, vocab_size
         writer.add_token_list(texts)
         writer.add_token_types(types)
         writer.add_token_merges([" ".join(pair) for pair in merges])
-    _write_special_ids(writer, checkpoint, tokenizer, settings, texts)
+    _write_special_ids(writer, checkpoint, settings, texts)
     if template := chat_template(folder, settings):
         writer.add_chat_template(template)
 
@@ -72,7 +72,7 @@ def _write_spm(
     writer: gguf.GGUFWriter, tokenizer: Settings, texts: list[str], types: list[int], merges: list[tuple[str, ...]]
 ) -> None:
     adds_space = begins_with_space(tokenizer)
-    if missing := BYTE_TOKENS - set(texts):
+    if missing := BYTES - set(texts):
         raise ModelFileError(f"tokenizer.json has no token for {len(missing)} of 256 bytes, such as {min(missing)}")
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
@@ -98,7 +98,7 @@ def token_list(tokenizer: Settings, vocab_size: int) -> tuple[list[str], list[in
     vocab: dict[str, int] = tokenizer["model"]["vocab"]
     texts: list[str] = [""] * vocab_size
     types = [int(gguf.TokenType.UNUSED)] * vocab_size
-    byte_texts = BYTE_TOKENS if is_spm(tokenizer) else set()
+    byte_texts = BYTES if is_spm(tokenizer) else set()
     if byte_texts and TAB not in vocab and "\t" in vocab:
         vocab = {TAB if text == "\t" else text: index for text, index in vocab.items()}
     for text, index in vocab.items():
@@ -133,70 +133,51 @@ def _added_type(added: Settings, tokenizer: Settings) -> int:
     return int(gguf.TokenType.USER_DEFINED)
 
 
+def _write_special_ids(writer: gguf.GGUFWriter, checkpoint: Checkpoint, settings: Settings, texts: list[str]) -> None:
+    """Those that tokenizer_config.json omits, too: llama.cpp would use id 11 (or 1 and 2) for them."""
+    ids, found = {text: index for index, text in enumerate(texts)}, dict[str, int]()
+    for key in ("bos", "eos", "pad"):
+        text = _token_text(settings.get(f"{key}_token"))
+        if text in ids:
+            found[key] = ids[text]
+        elif text is not None and key != "pad":  # which was added behind the vocabulary, as for training
+            raise ModelFileError(f"tokenizer_config.json names {key}_token {text!r}, which tokenizer.json lacks")
+    begins = adds_bos(checkpoint.folder, settings) and "bos" in found
+    ends = [index for index in _end_ids(checkpoint) if 0 <= index < len(texts) and index != found.get("eos")]
+    if "eos" not in found and not ends:
+        raise ModelFileError(f"{checkpoint.folder}: tokenizer_config.json and config.json name no eos token")
+    if "eos" not in found:
+        found["eos"] = ends.pop(0)
+    if ends:
+        found["eot"] = ends[0]
+    index = checkpoint.config.get("bos_token_id")
+    found.setdefault("bos", index if isinstance(index, int) and 0 <= index < len(texts) else found["eos"])
+    for key, index in found.items():
+        getattr(writer, f"add_{key}_token_id")(index)
+    writer.add_add_bos_token(begins)
+    writer.add_add_eos_token(False)
+
+
 def _token_text(value: Any) -> str | None:
     """The text of a special token in tokenizer_config.json, given as a string or an object."""
     found = value.get("content") if isinstance(value, dict) else value
     return None if found is None else str(found)
 
 
-def _write_special_ids(
-    writer: gguf.GGUFWriter, checkpoint: Checkpoint, tokenizer: Settings, settings: Settings, texts: list[str]
-) -> None:
-    ids = {text: index for index, text in enumerate(texts)}
-    adders: dict[str, Callable[[int], None]] = {
-        "bos": writer.add_bos_token_id,
-        "eos": writer.add_eos_token_id,
-        "pad": writer.add_pad_token_id,
-    }
-    found: dict[str, int] = {}
-    for key, add in adders.items():
-        text = _token_text(settings.get(f"{key}_token"))
-        if key == "pad" and text is not None and text not in ids:
-            continue  # added behind the vocabulary, as for training; llama.cpp's converter skips it, too
-        if text is not None and text not in ids:
-            raise ModelFileError(f"tokenizer_config.json names {key}_token {text!r}, which tokenizer.json lacks")
-        if text is not None:
-            found[key] = ids[text]
-            add(ids[text])
-    _write_unnamed_ids(writer, checkpoint, found, len(texts))
-    writer.add_add_bos_token(adds_bos(tokenizer, settings) and "bos" in found)
-    writer.add_add_eos_token(False)
-
-
-def _write_unnamed_ids(writer: gguf.GGUFWriter, checkpoint: Checkpoint, found: dict[str, int], vocab_size: int) -> None:
-    """Write special ids that tokenizer_config.json omits; llama.cpp would otherwise use id 11 (or 1 and 2)."""
-    ends = [index for index in _end_ids(checkpoint) if 0 <= index < vocab_size and index != found.get("eos")]
-    if "eos" not in found:
-        if not ends:
-            raise ModelFileError(f"{checkpoint.folder}: tokenizer_config.json and config.json name no eos token")
-        found["eos"] = ends.pop(0)
-        writer.add_eos_token_id(found["eos"])
-    if ends:
-        writer.add_eot_token_id(ends[0])
-    if "bos" not in found:
-        index = checkpoint.config.get("bos_token_id")
-        writer.add_bos_token_id(index if isinstance(index, int) and 0 <= index < vocab_size else found["eos"])
-
-
 def _end_ids(checkpoint: Checkpoint) -> list[int]:
     """End token ids, from generation_config.json or else config.json."""
-    path = checkpoint.folder / "generation_config.json"
-    value = read_json(path).get("eos_token_id") if path.exists() else None
+    value = read_optional_json(checkpoint.folder / "generation_config.json").get("eos_token_id")
     value = checkpoint.config.get("eos_token_id") if value is None else value
     listed = value if isinstance(value, list) else [value]
     return [index for index in listed if isinstance(index, int)]
 
 
-def adds_bos(tokenizer: Settings, settings: Settings) -> bool:
-    """Whether texts begin with the bos token, from tokenizer_config.json or else tokenizer.json's template."""
+def adds_bos(folder: Path, settings: Settings) -> bool:
+    """Whether texts begin with the bos token, as tokenizer_config.json says or else the library does."""
     if settings.get("add_bos_token") is not None:
         return bool(settings["add_bos_token"])
     bos = _token_text(settings.get("bos_token"))
-    post = tokenizer.get("post_processor") or {}
-    steps = post.get("processors", [post])
-    templates = [step.get("single") or [{}] for step in steps if step.get("type") == "TemplateProcessing"]
-    first = templates[0][0] if templates else {}
-    return bos is not None and first.get("SpecialToken", {}).get("id") == bos
+    return bos is not None and read_tokenizer(folder).encode("a").tokens[:1] == [bos]
 
 
 # the check
@@ -221,7 +202,7 @@ def check_tokenizer(folder: Path, gguf_path: Path) -> int:
                     f"expected {wanted[:12]}. This tokenizer is not supported"
                 )
             checked += 1
-        wants_bos = adds_bos(source, read_json(folder / "tokenizer_config.json"))
+        wants_bos = adds_bos(folder, read_json(folder / "tokenizer_config.json"))
         if wants_bos != ours.adds_bos:
             raise ModelFileError(f"{gguf_path}: add_bos is {ours.adds_bos}, {folder} says {wants_bos}")
     return checked

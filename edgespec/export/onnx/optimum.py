@@ -108,7 +108,6 @@ def quantise(model: onnx.ModelProto, quant: str) -> onnx.ModelProto:
 
 
 def save(model: onnx.ModelProto, folder: Path) -> None:
-    (folder / DATA).unlink(missing_ok=True)  # onnx would append to an existing file
     onnx.save_model(model, folder / MODEL, save_as_external_data=True, location=DATA, size_threshold=1024)
 
 

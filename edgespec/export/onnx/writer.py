@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.onnx.source import GgufTiles
-from edgespec.errors import CapabilityError, ConfigError, ModelFileError
+from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.export.gguf import gguf
-from edgespec.export.request import GROUP_SIZES, ONNX_QUANTS, TILED
+from edgespec.export.request import GROUP_SIZES, TILED
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import TensorInfo
 from edgespec.formats.gguf.model import GgufModel, read_model, rows_of
@@ -163,9 +163,7 @@ def needs_blocks(model: GgufModel, quant: str) -> bool:
 
 
 def check_form(quant: str) -> None:
-    """Raise ConfigError unless a graph can be written in this type, CapabilityError without its kernels."""
-    if quant not in ONNX_QUANTS:
-        raise ConfigError(f"no ONNX weight type {quant!r}: allowed: {', '.join(ONNX_QUANTS)}")
+    """Raise CapabilityError where a type's kernels are missing."""
     if quant in TILED and library_path() is None:
         raise CapabilityError(
             f"{quant} is for edgespec's own kernels, which this installation lacks: {why_missing()}. Or export int8, "

@@ -35,14 +35,20 @@ _OF_TYPE = {
 }
 # Whose multi-token prediction layers read the hidden state behind the final norm. Tests run the first one.
 _WITH_MTP = ("qwen35", "qwen35moe")
-_POOLINGS = (1, 2, 3)  # llama.cpp's mean, cls and last
+_POOLINGS = {0: "", 1: "mean", 2: "cls", 3: "last", 4: "rank"}  # llama.cpp's llama_pooling_type
 _NEVER_CAUSAL = ("gemma-embedding", "llama-embed")  # whose files need not say so: llama.cpp knows
 _ENCODERS = ("t5", "t5encoder")  # that do not say so under attention.causal
 
 
 def gives_only_embeddings(header: GgufHeader) -> bool:
     """Whether a model reads a whole text at once, and its file says which of the states are the text's embedding."""
-    return _is_encoder(header) and header.value("pooling_type") in _POOLINGS
+    return _is_encoder(header) and pooling_of(header) in ("mean", "cls", "last")
+
+
+def pooling_of(header: GgufHeader) -> str:
+    """How hidden states become an embedding: mean, cls, last or another word; empty where the file does not say."""
+    number = header.value("pooling_type")
+    return _POOLINGS.get(number, f"of type {number}") if isinstance(number, int) else ""
 
 
 def _is_encoder(header: GgufHeader) -> bool:

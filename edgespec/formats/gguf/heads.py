@@ -3,10 +3,10 @@
 EAGLE-3 (arXiv 2503.01840): one Llama layer over a token's embedding and three of the target's layers. DFlash
 (2602.06036): Qwen3 layers that denoise a block of mask tokens at once, over projected inputs of the target's layers;
 DSpark (2607.05147) adds a Markov head, which moves the scores of a token by the one before it, and may add a confidence
-head. A multi-token prediction layer names the architecture of its model (Qwen3.5) and holds, of all tensors, the
-layer's own, embeddings, final norm and head (llama.cpp's mtp-*.gguf). Gemma 4's drafter
-(google/gemma-4-*-it-assistant) has a few layers without keys and values of their own: they attend to those of the
-target's last two layers.
+head; DFlash2 adds convolutions over a block, and moves the scores of a few candidates by the token before them. A
+multi-token prediction layer names the architecture of its model (Qwen3.5) and holds, of all tensors, the layer's own,
+embeddings, final norm and head (llama.cpp's mtp-*.gguf). Gemma 4's drafter (google/gemma-4-*-it-assistant) has a few
+layers without keys and values of their own: they attend to those of the target's last two layers.
 
 Heads may lack embeddings and output, which are then the target's own, and may know a part of the vocabulary alone,
 which the tensor `d2t` lists.
@@ -15,23 +15,16 @@ which the tensor `d2t` lists.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.formats.gguf.check import HeadKind, check_gguf, head_kind, is_gemma4_drafter, main_layers
+from edgespec.formats.gguf.check import HEAD_NAMES, HeadKind, check_gguf, head_kind, is_gemma4_drafter, main_layers
 from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, Scalar, TensorInfo, Value, read_header
 
 HeadForm = Literal["eagle3", "dflash", "mtp", "gemma4"]
-NAMES: Mapping[HeadForm, str] = {
-    "eagle3": "EAGLE-3 head",
-    "dflash": "DFlash head",
-    "mtp": "multi-token prediction layer",
-    "gemma4": "Gemma 4 drafter",
-}
-EAGLE3 = "eagle3"  # the architecture
 EAGLE3_LAYERS = 3  # of the target that an EAGLE-3 head reads: llama.cpp knows no other number
 GEMMA4 = "gemma4"  # the architecture of the targets
 HALF_BYTES = 2  # per cached number
@@ -40,8 +33,9 @@ MAX_BLOCK = 64  # tokens that a DFlash head denoises at once
 # Those of a DSpark head, whose Markov chain takes 24 nodes of llama.cpp's graph for each: it has 1024, of which a layer
 # takes up to 70, and ends the process when they are used up.
 MAX_CHAIN, MAX_CHAIN_LAYERS = 16, 8
+_SELECTOR = "selector_hidden.weight"
 _MARKOV_FROM, _CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
-_SLIDING = "attention.sliding_window_pattern"
+_SLIDING, _SECTIONS = "attention.sliding_window_pattern", "rope.dimension_sections"
 _FIX = "give the head that was trained for it"
 
 
@@ -53,11 +47,11 @@ class HeadSizes:
     width: int  # of its states
     target_width: int  # of what it reads of the target, for each layer
     vocabulary_size: int  # tokens of its embeddings
-    num_drafted: int  # of them it can propose
     context_length: int  # it was trained for
     weight_bytes: int
     kv_bytes_per_token: int = 0  # of a cache of its own
     layers: tuple[int, ...] = ()  # of the target whose inputs it reads; none: it reads the last hidden state
+    drafted_ids: tuple[int, ...] = ()  # the tokens that it can propose, as it scores them; none: all of them
     shares_weights: bool = False  # embeddings or output are the target's
     target_layers: int = 0  # that the target must have; 0: any number
     # of a head that drafts a block
@@ -68,6 +62,16 @@ class HeadSizes:
     is_causal: bool = True  # a row does not see those after it
     has_markov: bool = False
     has_confidence: bool = False
+    only_kernels: str = ""  # what of it llama.cpp does not run here
+    # of DFlash2: tokens that a row proposes, and of its convolutions taps and channels that share their numbers
+    num_candidates: int = 0
+    kernel_size: int = 0
+    group_size: int = 0
+
+    @property
+    def num_drafted(self) -> int:
+        """How many tokens it can propose."""
+        return len(self.drafted_ids) or self.vocabulary_size
 
     @property
     def feature_width(self) -> int:
@@ -161,12 +165,11 @@ class _Reader:
             raise self._wrong(f"it is a {self._header.architecture!r}, and a draft head is needed")
         return readers[self._form]()
 
-    def _sizes(self, form: HeadForm, *, num_drafted: int = 0, **others: Any) -> HeadSizes:
+    def _sizes(self, form: HeadForm, **others: Any) -> HeadSizes:
         """With the sizes that heads of every form tell alike."""
         return HeadSizes(
             form=form,
             vocabulary_size=self._vocabulary_size,
-            num_drafted=num_drafted or self._vocabulary_size,
             context_length=self._count("context_length"),
             weight_bytes=sum(tensor.num_bytes for tensor in self._header.tensors),
             **others,
@@ -184,7 +187,7 @@ class _Reader:
             width=width,
             target_width=self._count("target_hidden_size"),
             layers=self._target_layers(EAGLE3_LAYERS),
-            num_drafted=self._num_drafted(),
+            drafted_ids=self._drafted_ids(),
             shares_weights=EMBEDDINGS not in self._tensors or OUTPUT not in self._tensors,
             kv_bytes_per_token=2 * kv_heads * self._head_size(width) * HALF_BYTES,
         )
@@ -238,13 +241,17 @@ class _Reader:
             width=width,
             target_width=width,
             layers=self._target_layers(),
-            num_drafted=self._num_drafted(),
+            drafted_ids=self._drafted_ids(),
             mask_id=self._mask_id(),
             block_size=self._block_size(num_layers, has_markov=has_markov),
             first_row=0 if has_markov and self._flag("sample_from_anchor", default=True) else 1,
             is_causal=self._flag("attention.causal", default=False),
             has_markov=has_markov,
             has_confidence=has_markov and _CONFIDENCE in self._tensors,
+            only_kernels=self._only_kernels(),
+            num_candidates=self._count("selector_top_k") if self._is_second() else 0,
+            kernel_size=self._count("conv_kernel_size") if self._is_second() else 0,
+            group_size=self._count("conv_group_size") if self._is_second() else 0,
             shares_weights=not has_table or (DRAFTED in self._tensors and not has_output),
             inner_width=self._count("feed_forward_length"),
             kv_bytes_per_token=2 * num_layers * kv_heads * self._head_size(width) * HALF_BYTES,
@@ -253,20 +260,22 @@ class _Reader:
     # -- of DFlash
 
     def _unsupported(self) -> Iterator[str]:
-        """What kind of head it is that has the same architecture.
-
-        DFlash2 answers with a lattice of candidates, which has to be searched, and not with scores.
-        """
+        """What kind of head it is that has the same architecture."""
         if self._value("hyper_connection.count"):
             yield "a DSpark head with DeepSeek-V4's layers (hyper connections)"
-        keys = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
-        names = ("selector_", "attn_conv_", "ffn_conv_")
-        if any(self._value(key) for key in keys) or any(
-            name.removeprefix("blk.").lstrip("0123456789.").startswith(names) for name in self._tensors
-        ):
-            yield "a DFlash2 head (with convolutions and a selector)"
-        if self._value("rope.dimension_sections") is not None and any(self._items("rope.dimension_sections") or (1,)):
+        # Those of a text's positions alone are as none.
+        if self._has_sections() and any(self._items(_SECTIONS)[1:] or (1,)):
             yield "a head for a target that also reads images (with rotary sections)"
+
+    def _has_sections(self) -> bool:
+        return self._value(_SECTIONS) is not None and any(self._items(_SECTIONS) or (1,))
+
+    def _is_second(self) -> bool:
+        return bool(self._value("selector_top_k")) or _SELECTOR in self._tensors
+
+    def _only_kernels(self) -> str:
+        """Of llama.cpp's pass each row would need four positions, of DFlash2 the path through its candidates."""
+        return "rotary sections" if self._has_sections() else "DFlash2's selector" if self._is_second() else ""
 
     def _mask_id(self) -> int:
         found = self._header.metadata.get("tokenizer.ggml.mask_token_id")
@@ -305,11 +314,11 @@ class _Reader:
             raise self._wrong(f"its target_layers are {list(items)!r:.60}, {needed} needed")
         return layers
 
-    def _num_drafted(self) -> int:
-        """How many tokens it can propose; what lists them is read, since a wrong id would end the process."""
+    def _drafted_ids(self) -> tuple[int, ...]:
+        """The tokens that it can propose; none: all. A wrong one would end the process."""
         tensor = self._tensors.get(DRAFTED)
         if tensor is None:
-            return self._vocabulary_size
+            return ()
         if tensor.kind != "I64" or len(tensor.shape) != 1:
             raise self._wrong(f"its {DRAFTED} is {tensor.kind} {tensor.shape}, a list of I64 is needed")
         if OUTPUT not in self._tensors:
@@ -317,7 +326,7 @@ class _Reader:
         ids = self._listed(tensor)
         if min(ids) < 0 or max(ids) >= self._vocabulary_size or len(set(ids)) < len(ids):
             raise self._wrong(f"its {DRAFTED} must name different tokens of 0..{self._vocabulary_size - 1}")
-        return len(ids)
+        return ids
 
     def _listed(self, tensor: TensorInfo) -> tuple[int, ...]:
         try:
@@ -367,5 +376,6 @@ class _Reader:
         return value
 
     def _wrong(self, reason: str) -> ModelFileError:
-        what = NAMES[self._form] if self._form else "draft head"
+        kind = head_kind(self._header)
+        what = "draft head" if kind is None else HEAD_NAMES[kind].partition(" ")[2]
         return ModelFileError(f"{self._path} is not a usable {what}: {reason}. Download or export it again")

@@ -109,12 +109,18 @@ def read_model(path: Path, header: GgufHeader, *, nextn: bool = False) -> GgufMo
 def _reader(path: Path, header: GgufHeader, *, nextn: bool) -> Reader:
     """What reads a file. Gemma 4 has sizes that differ by layer, hybrids layers of two kinds."""
     from edgespec.formats.gguf.gemma4 import Gemma4DrafterReader, Gemma4Reader
+    from edgespec.formats.gguf.head_model import BlockReader, EagleReader
     from edgespec.formats.gguf.hybrid import hybrid_reader
 
     kind = KINDS[header.architecture]
     if kind.is_hybrid:
         return hybrid_reader(path, header, kind, nextn=nextn)
-    readers: dict[str, type[Reader]] = {"gemma4": Gemma4Reader, "gemma4-assistant": Gemma4DrafterReader}
+    readers: dict[str, type[Reader]] = {
+        "gemma4": Gemma4Reader,
+        "gemma4-assistant": Gemma4DrafterReader,
+        "eagle3": EagleReader,
+        "dflash": BlockReader,
+    }
     return readers.get(header.architecture, Reader)(path, header, kind)
 
 

@@ -16,6 +16,8 @@ from edgespec.formats.architectures import (
     LLAMA_LAYER,
     LLAMA_OUTER,
     MLP,
+    PERMUTE_K,
+    PERMUTE_Q,
     QKV_BIASES,
     TWO_NORMS,
     Architecture,
@@ -58,6 +60,7 @@ FUSED_MLP = {
     "mlp.gate_up_proj.weight": Tensor("ffn_up.weight", "2f d"),
     "mlp.down_proj.weight": Tensor("ffn_down.weight", "d f"),
 }
+GEMMA2 = Architecture("gemma2", LLAMA_OUTER, {**FOUR_NORMS, **ATTENTION, **MLP}, fixed_attention_scale_layers=46)
 OLMO2 = Architecture("olmo2", LLAMA_OUTER, {**NORMS_BEHIND, **ATTENTION, **WIDE_NORMS, **MLP})
 EXAONE = Architecture("exaone", LLAMA_OUTER, {**TWO_NORMS, **ATTENTION, **MLP})
 EXAONE4 = Architecture("exaone4", LLAMA_OUTER, {**NORMS_BEHIND, **ATTENTION, **HEAD_NORMS, **MLP})
@@ -158,6 +161,53 @@ GEMMA4_DRAFTER_OUTER = {
 }
 GEMMA4_DRAFTER = Architecture("gemma4-assistant", GEMMA4_DRAFTER_OUTER, {**GEMMA4_LAYER, **SCALED_LAYER})
 
+# Heads that read states of a target's layers, t wide together, and know n tokens. What they lack is the target's.
+HEAD_OUTER = {
+    **LLAMA_OUTER,
+    "model.embed_tokens.weight": Tensor("token_embd.weight", "v d", is_optional=True),
+    "lm_head.weight": Tensor("output.weight", "n d", is_optional=True),
+    "model.drafted": Tensor("d2t", "n", is_optional=True),
+    "model.fc.weight": Tensor("fc.weight", "d t"),
+}
+EAGLE3 = Architecture(
+    "eagle3",
+    HEAD_OUTER,
+    {
+        "embedding_norm.weight": Tensor("attn_norm.weight", "d"),
+        "state_norm.weight": Tensor("attn_norm_2.weight", "d"),
+        "self_attn.q_proj.weight": Tensor("attn_q.weight", "q 2d", PERMUTE_Q),
+        "self_attn.k_proj.weight": Tensor("attn_k.weight", "k 2d", PERMUTE_K),
+        "self_attn.v_proj.weight": Tensor("attn_v.weight", "k 2d"),
+        "self_attn.o_proj.weight": Tensor("attn_output.weight", "d q"),
+        "post_attention_layernorm.weight": Tensor("ffn_norm.weight", "d"),
+        **MLP,
+    },
+)
+
+DFLASH_OUTER = {
+    **HEAD_OUTER,
+    "model.state_norm.weight": Tensor("enc.output_norm.weight", "d"),
+    "model.markov.weight": Tensor("markov_w1.weight", "v r", is_optional=True),
+    "model.followers.weight": Tensor("markov_w2.weight", "n r", is_optional=True),
+    "model.confidence.weight": Tensor("conf_proj.weight", "1 d+r", is_optional=True),
+    "model.confidence.bias": Tensor("conf_proj.bias", "1", is_optional=True),
+}
+SINKS = {"self_attn.sinks": Tensor("attn_sinks.weight", "a", is_optional=True)}
+DFLASH = Architecture("dflash", DFLASH_OUTER, {**TWO_NORMS, **ATTENTION, **HEAD_NORMS, **SINKS, **MLP})
+DFLASH2_OUTER = {
+    **DFLASH_OUTER,
+    "model.markov.weight": Tensor("selector_predecessor.weight", "v r"),
+    "model.followers.weight": Tensor("selector_successor.weight", "v r"),
+    "model.selector.weight": Tensor("selector_hidden.weight", "r d"),
+}
+DFLASH2_LAYER = {
+    **DFLASH.layer,
+    "attn_conv.base": Tensor("attn_conv_base", "2 taps d"),
+    "attn_conv.weight": Tensor("attn_conv_proj.weight", "kernels d"),
+    "mlp_conv.base": Tensor("ffn_conv_base", "2 taps d"),
+    "mlp_conv.weight": Tensor("ffn_conv_proj.weight", "kernels d"),
+}
+
 # Hybrids have layers of two kinds, whose tensors are in `hybrid`.
 QWEN35 = Architecture("qwen35", LLAMA_OUTER, {})
 QWEN35_MOE = Architecture("qwen35moe", LLAMA_OUTER, {})
@@ -211,7 +261,7 @@ KINDS = {
     "qwen2": Kind(ARCHITECTURES["Qwen2ForCausalLM"]),
     "qwen3": Kind(ARCHITECTURES["Qwen3ForCausalLM"], HEADS_NORMED),
     "smollm3": Kind(ARCHITECTURES["SmolLM3ForCausalLM"], unrotated_every=4),
-    "gemma2": Kind(ARCHITECTURES["Gemma2ForCausalLM"], GEMMA, keys=(WINDOW, SCORE_CAP), is_gemma=True, window_every=2),
+    "gemma2": Kind(GEMMA2, GEMMA, keys=(WINDOW, SCORE_CAP), is_gemma=True, window_every=2),
     "gemma3": Kind(ARCHITECTURES["Gemma3ForCausalLM"], {**GEMMA, **HEADS_NORMED}, keys=(WINDOW_BASE,), **GEMMA_WINDOWS),
     "granite": Kind(LLAMA, keys=GRANITE_KEYS),
     "granitemoe": Kind(GRANITE_MOE, keys=(*GRANITE_KEYS, *EXPERT_KEYS)),
@@ -247,6 +297,16 @@ KINDS = {
         {**GEMMA, **HEADS_NORMED},
         keys=(*GEMMA4_KEYS, WINDOW, WINDOW_BASE, "embedding_length_out", "nextn_predict_layers"),
         **GEMMA_WINDOWS,
+    ),
+    "eagle3": Kind(EAGLE3, keys=("target_layers", "target_hidden_size", "norm_before_residual")),
+    "dflash": Kind(
+        DFLASH,
+        HEADS_NORMED,
+        keys=(
+            *("target_layers", "block_size", "sample_from_anchor", "attention.causal", "rope.dimension_sections"),
+            *("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size"),
+        ),
+        window_every=1,
     ),
     "qwen35": Kind(QWEN35, HEADS_NORMED, keys=QWEN35_KEYS),
     "qwen35moe": Kind(QWEN35_MOE, HEADS_NORMED, keys=(*QWEN35_KEYS, *EXPERT_KEYS, "expert_shared_feed_forward_length")),

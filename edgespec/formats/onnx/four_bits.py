@@ -140,8 +140,8 @@ class OffsetBlocks:
             self._offset_product(name, value, sources, output, inputs)
 
     def _offset_product(self, name: str, value: str, sources: Sequence[str], output: str, inputs: int) -> None:
-        found = _joined([_centred(part) for source in sources for part in self._blocks(source)])
-        codes, scales, zeros, remainders = found
+        parts = zip(*(_centred(part) for source in sources for part in self._blocks(source)), strict=True)
+        codes, scales, zeros, remainders = map(np.concatenate, parts)
         if remainders.any():
             value = self._with_means(value)
             further = quantise_blocks(remainders * np.float32(BLOCK), 4, BLOCK)
@@ -195,15 +195,6 @@ def _centred(part: FourBits) -> _Centred:
         zeros = np.clip(np.rint(-part.offsets / scales), 0, LARGEST)
     remainders: Floats = part.offsets + scales * zeros
     return _Centred(_in_pairs(part.codes), scales, zeros.astype(np.uint8), remainders)
-
-
-def _joined(parts: Sequence[_Centred]) -> _Centred:
-    return _Centred(
-        np.concatenate([part.codes for part in parts]),
-        np.concatenate([part.scales for part in parts]),
-        np.concatenate([part.zeros for part in parts]),
-        np.concatenate([part.remainders for part in parts]),
-    )
 
 
 def _in_pairs(codes: Bytes) -> Bytes:

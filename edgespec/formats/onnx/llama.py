@@ -19,7 +19,7 @@ from edgespec.formats.onnx import DATA, MICROSOFT, MODEL
 from edgespec.formats.onnx.forms import HEAD, Form
 from edgespec.formats.onnx.graph import DataWriter, MemoryWriter, Nodes
 from edgespec.formats.onnx.llama_config import LlamaConfig
-from edgespec.formats.onnx.tiles import ATTENTION, CACHE, DOMAIN, NORM, ROWS, Tiles
+from edgespec.formats.onnx.tiles import ATTENTION, CACHE, DOMAIN, FEATURES, NEXT_STATES, NORM, ROWS, Tiles
 
 Progress = Callable[[int, int], None]
 Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
@@ -62,14 +62,17 @@ def llama_graph(
 
 def _kernel_graph(config: LlamaConfig) -> type[KernelGraph]:
     """The writer of a model's architecture; those of others than Llama's family extend `KernelGraph`."""
-    from edgespec.formats.onnx.eagle import EagleConfig, EagleGraph
+    from edgespec.formats.onnx.dflash import BlockChain, BlockConfig, BlockEncoder, BlockGraph
+    from edgespec.formats.onnx.eagle import Eagle3Graph, EagleConfig, EagleEncoder, EagleGraph
     from edgespec.formats.onnx.gemma4 import Gemma4Config, Gemma4DrafterGraph, Gemma4Graph
     from edgespec.formats.onnx.hybrid import ExpertsGraph, HybridConfig, HybridGraph, NextnGraph
 
     if isinstance(config, HybridConfig):
         return NextnGraph if config.is_nextn else HybridGraph
     if isinstance(config, EagleConfig):
-        return EagleGraph
+        return EagleEncoder if config.part else Eagle3Graph if config.feature_size else EagleGraph
+    if isinstance(config, BlockConfig):
+        return {"": BlockGraph, "encoder": BlockEncoder, "chain": BlockChain}[config.part]
     if isinstance(config, Gemma4Config):
         return Gemma4DrafterGraph if config.target_width else Gemma4Graph
     return ExpertsGraph if config.experts else KernelGraph
@@ -326,6 +329,15 @@ class KernelGraph(_Graph):
         ]
         return inputs, [info("logits", real, ["batch_size", "sequence_length", self._config.vocab_size])]
 
+    def _values_with_states(
+        self, read: int, made: int = 0
+    ) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
+        """`values` of a draft head, with `FEATURES` [tokens, read], and states [tokens, made] that take their place."""
+        info, place = helper.make_tensor_value_info, ["batch_size", "sequence_length"]
+        inputs, outputs = KernelGraph.values(self)
+        states = [info(NEXT_STATES, TensorProto.FLOAT, [*place, made])] if made else []
+        return [*inputs, info(FEATURES, TensorProto.FLOAT, [*place, read])], [*outputs, *states]
+
     def _count_mask(self) -> None:
         """Rows say where they belong."""
 
@@ -345,7 +357,13 @@ class KernelGraph(_Graph):
         self._form.products(name, value, weights, [output], bias)
 
     def _attention(self, layer: int) -> None:
-        config, here, there = self._config, f"/model/layers.{layer}/attn", f"model.layers.{layer}.self_attn"
+        here, there = f"/model/layers.{layer}/attn", f"model.layers.{layer}.self_attn"
+        self._delta = self._product(f"{here}/o_proj/MatMul", self._attended(layer), (f"{there}.o_proj",))
+        self._after(layer, "post_attention")
+
+    def _attended(self, layer: int) -> str:
+        """The result of a layer's attention, before its last matrix."""
+        config, here = self._config, f"/model/layers.{layer}/attn"
         is_windowed, is_rotated = layer in config.windowed_layers, layer not in config.unrotated_layers
         tables = _WINDOW_TABLES if is_windowed and config.has_window_tables else _TABLES
         seen = f"{here}/Attention/output_0"
@@ -361,8 +379,7 @@ class KernelGraph(_Graph):
             cap=config.attention_cap,
             epsilon=config.norm_epsilon,
         )
-        self._delta = self._product(f"{here}/o_proj/MatMul", seen, (f"{there}.o_proj",))
-        self._after(layer, "post_attention")
+        return seen
 
     def _projected(self, layer: int) -> list[str]:
         """Queries, keys and values of a layer, side by side in the first where no norm comes between."""

@@ -5,6 +5,7 @@
 //   Norm(x [..., width], weight, delta?) -> normed [..., width], sum? [..., width]
 // A row is (slot, position, cell, parent): the text that it belongs to, its place in it, the cell that takes its key and
 // value, and the row before it in its branch, -1 if that is in the cache already, where all cells are at their positions.
+// With -1 - n a row sees n cells behind its own, too, which other rows of the pass fill: a block whose rows see one another.
 // Rows of a slot are together. So rows of one pass may belong to several texts, and those of a text form a chain or a tree.
 #include <cmath>
 #include "cache.h"
@@ -74,9 +75,10 @@ struct Step {
 
   int64_t begin(int64_t row) const { const int64_t end = rows[row].position + 1; return layer.window && end > layer.window ? end - layer.window : 0; }
   int64_t first_chunk(int64_t row) const { return begin(row) / kChunk; }
-  int64_t last_chunk(int64_t row) const { return rows[row].position / kChunk; }
+  int64_t end(int64_t row) const { return rows[row].position - (rows[row].parent < 0 ? int64_t(rows[row].parent) : -1); }  // behind the last cell that it sees
+  int64_t last_chunk(int64_t row) const { return (end(row) - 1) / kChunk; }
   bool sees(int64_t row, int64_t chunk) const { return first_chunk(row) <= chunk && chunk <= last_chunk(row); }
-  bool is_straight(int64_t row, int64_t chunk) const { return straight[row] > rows[row].position || straight[row] >= (chunk + 1) * kChunk; }
+  bool is_straight(int64_t row, int64_t chunk) const { return straight[row] >= end(row) || straight[row] >= (chunk + 1) * kChunk; }
   Cells cells(int64_t row, int64_t chunk, int64_t h) const { return {cache->keys(rows[row].slot, chunk, layer.first_head + h), cache->values(rows[row].slot, chunk, layer.first_head + h), kChunk}; }
   void finish(const float* whole, int64_t row, int64_t at) const {
     const float* gate = layer.gated ? q + row * q_stride + (2 * at + 1) * layer.size : nullptr;
@@ -111,7 +113,7 @@ bool attend_rows(Step& s, int64_t h, int64_t first, int64_t last, int64_t chunk,
   float* scores = reinterpret_cast<float*>(scratch.data);
   int *begin = reinterpret_cast<int*>(scores + pairs * kChunk), *end = begin + pairs;
   for (int64_t p = 0; p < pairs; p++) {
-    const int64_t row = first + p / s.group, from = s.begin(row) - start, to = s.rows[row].position + 1 - start;
+    const int64_t row = first + p / s.group, from = s.begin(row) - start, to = s.end(row) - start;
     begin[p] = from > 0 ? int(from) : 0;
     end[p] = to < kChunk ? int(to) : kChunk;
   }
@@ -208,7 +210,8 @@ int64_t divide(const Step& s, Item* items) {
 OrtStatus* check_row(const Step& s, int64_t i, int64_t positions) {
   const Row& r = s.rows[i];
   const int64_t cells = s.cache->chunks * kChunk;
-  const bool follows = r.parent < 0 ? r.parent == -1 : r.parent < i && s.rows[r.parent].slot == r.slot && s.rows[r.parent].position + 1 == r.position;
+  const int64_t last = i - 1 - r.parent;  // the row of the last cell that is seen by one of a block
+  const bool follows = r.parent == -1 || (r.parent < 0 ? last < s.count && s.rows[last].slot == r.slot && s.rows[last].cell == s.end(i) - 1 && r.cell == r.position : r.parent < i && s.rows[r.parent].slot == r.slot && s.rows[r.parent].position + 1 == r.position);
   if (r.slot < 0 || r.slot >= s.cache->slots || r.position < 0 || r.position >= cells || r.position >= positions || r.cell < 0 || r.cell >= cells || !follows)
     return invalid("edgespec: Attention has a row %lld (slot %d, position %d, cell %d, parent %d) outside %lld slots of %lld cells and %lld positions, or away from its parent", (long long)i, r.slot, r.position, r.cell, r.parent, (long long)s.cache->slots, (long long)cells, (long long)positions);
   return nullptr;
@@ -283,8 +286,8 @@ OrtStatus* ORT_CALL compute_attention(void* self, OrtKernelContext* context) {
   for (int64_t i = 0; i < s.count; i++) {
     const Row& r = s.rows[i];
     const int32_t before = r.parent < 0 ? r.position : s.straight[r.parent];
-    s.straight[i] = before == r.position && r.cell == r.position ? before + 1 : before;
-    work += (r.position + 1 - s.begin(i)) * 2 * y_width;
+    s.straight[i] = before == r.position && r.cell == r.position ? int32_t(s.end(i)) : before;
+    work += (s.end(i) - s.begin(i)) * 2 * y_width;
   }
   run_all(s.count < 16, place_row, s.count, &s);
   run_all(work < 50000, run_item, items, &s);

@@ -1,21 +1,28 @@
-"""Whether disk and memory suffice for an export, estimated from headers alone before it begins: upper limits."""
+"""What an export is made of, from headers and small files alone; and whether disk and memory suffice for it, estimated
+before it begins: upper limits.
+"""
 
 from __future__ import annotations
 
 import math
 import shutil
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.export.check import CHECK_CONTEXT, has_transformers
-from edgespec.export.hub import Source
+from edgespec.config.values import as_size
+from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
+from edgespec.export.check import CHECK_CONTEXT, has_transformers, token_names
+from edgespec.export.hub import Source, card_licence, recommended_sampling
 from edgespec.export.request import TILED, ExportRequest, Format
 from edgespec.formats.architectures import is_tied
 from edgespec.formats.checkpoint import Checkpoint, named_architecture, read_json
+from edgespec.formats.gguf.header import GgufHeader
 from edgespec.formats.gguf.model import GgufModel
+from edgespec.formats.manifest import read_pair
 from edgespec.formats.onnx.llama_config import WRITABLE
 from edgespec.platform.memory import free_memory
 
@@ -32,21 +39,41 @@ TORCH_BYTES = 500 * 2**20
 SPARE = 1.05
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Facts of one model from its headers. A tied embedding table is counted once.
+class Weights(NamedTuple):
+    """A GGUF that files are made of, and the type of most of it."""
 
-    `num_parameters` and `table_parameters` (input embedding) are numbers of weights; `stored_bytes`: size on disk;
-    `context_length`: tokens.
+    path: Path
+    quant: str
+
+
+@dataclass(frozen=True)
+class SourceModel:
+    """What a role is made of, as far as headers and small files tell: a GGUF, or the folder of a `checkpoint`.
+
+    `num_parameters`, without a tied head, and `table_parameters`, of the input embedding, are numbers of weights;
+    `stored_bytes`: size on disk; `said`: what the manifest says of it as a target; `weights`: the GGUF.
     """
 
+    name: str
     architecture: str
     num_parameters: int
     table_parameters: int
     stored_bytes: int
     num_layers: int
     vocabulary_size: int
-    context_length: int | None
+    token_names: list[str]
+    said: Mapping[str, Any]
+    weights: Weights | None = None
+    checkpoint: Source | None = None
+
+    @property
+    def missing(self) -> Mapping[str, int]:
+        """The weights that have to be fetched: bytes by file."""
+        return {} if self.checkpoint is None else self.checkpoint.missing
+
+    @property
+    def folder(self) -> Path | None:
+        return None if self.checkpoint is None else self.checkpoint.folder
 
     def output_bytes(self, wanted: Format, quant: str) -> int:
         weights = self.num_parameters * BITS[quant] / 8
@@ -55,43 +82,70 @@ class Facts:
         return round(weights * SPARE)
 
 
-def facts_of_gguf(model: GgufModel) -> Facts:
-    config = model.config
-    return Facts(
-        architecture=WRITABLE[model.header.architecture][0],
+def of_gguf(model: GgufModel) -> SourceModel:
+    config, header = model.config, model.header
+    said: dict[str, Any] = {
+        "licence": str(header.metadata.get("general.license", "")),
+        "context_length": config.max_positions,
+    }
+    with suppress(EdgespecError):  # the manifest beside the file
+        pair = read_pair(model.path.parent)
+        if any(file.path == model.path for file in pair.files.values()):
+            said["sampling"] = dict(pair.recommended)
+    return SourceModel(
+        name=model.path.stem,
+        architecture=WRITABLE[header.architecture][0],
         num_parameters=model.num_parameters,
         table_parameters=config.vocab_size * config.hidden_size,
-        stored_bytes=model.header.data_bytes,
+        stored_bytes=header.data_bytes,
         num_layers=config.num_layers,
         vocabulary_size=config.vocab_size,
-        context_length=config.max_positions,
+        token_names=[text.decode(errors="replace") for text in header.tokens],
+        said=said,
+        weights=Weights(model.path, _kind_of(header)),
     )
 
 
-def read_facts(source: Source) -> Facts:
-    """Facts of a model: exact if its weights are fetched, else estimated from the file sizes.
+def _kind_of(header: GgufHeader) -> str:
+    """The type of most of a file's bytes, such as q4_k."""
+    sizes = Counter[str]()
+    for tensor in header.tensors:
+        sizes[tensor.kind.lower()] += tensor.num_bytes
+    return sizes.most_common(1)[0][0]
 
-    Raises ModelFileError if config.json cannot be read or a safetensors file is truncated or corrupt.
+
+def of_folder(source: Source) -> SourceModel:
+    """Exact if its weights are fetched, else estimated from the sizes of files.
+
+    Raises ModelFileError for a config.json or tokenizer that cannot be read, or a damaged safetensors file.
     """
     config = read_json(source.folder / "config.json")
     nested = config.get("text_config")
     text = {**config, **(nested if isinstance(nested, dict) else {})}
     stored = sum(source.weights.values())
     width = 4 if text.get("dtype", text.get("torch_dtype")) == "float32" else 2
-    return Facts(
+    said = {
+        "licence": card_licence(source.folder),
+        "context_length": _number(text, "max_position_embeddings", "n_positions", "n_ctx"),
+        "sampling": recommended_sampling(source.folder),
+    }
+    return SourceModel(
+        name=source.name,
         architecture=named_architecture(config),
         num_parameters=stored // width if source.missing else _num_parameters(Checkpoint.open(source.folder)),
         table_parameters=_number(text, "vocab_size") * _number(text, "hidden_size", "n_embd"),
         stored_bytes=stored,
         num_layers=_number(text, "num_hidden_layers", "n_layer"),
         vocabulary_size=_number(text, "vocab_size"),
-        context_length=_number(text, "max_position_embeddings", "n_positions", "n_ctx") or None,
+        token_names=token_names(source.folder),
+        said=said,
+        checkpoint=source,
     )
 
 
 def _num_parameters(checkpoint: Checkpoint) -> int:
     """Without a head that is tied to the embeddings."""
-    sizes = {name: math.prod(checkpoint.shape(name)) for name in checkpoint.names()}
+    sizes = {name: math.prod(checkpoint.tensors[name].shape) for name in checkpoint.tensors}
     if not sizes:
         raise ModelFileError(f"{checkpoint.folder} has no tensors")
     if is_tied(checkpoint.architecture, checkpoint.config) and len(sizes) > 1:
@@ -104,29 +158,29 @@ def _number(config: Mapping[str, Any], *keys: str) -> int:
     return int(found)
 
 
-def disk_bytes(request: ExportRequest, models: Mapping[str, Facts]) -> int:
+def disk_bytes(request: ExportRequest, models: Mapping[str, SourceModel]) -> int:
     """Of all files that are made of `models`, by role, and the largest of those that lie between meanwhile."""
     outputs = [
-        facts.output_bytes(to, request.quant_of(role, to)) for role, facts in models.items() for to in request.formats
+        model.output_bytes(to, request.quant_of(role, to)) for role, model in models.items() for to in request.formats
     ]
-    between = max(_between_bytes(request, role, facts) for role, facts in models.items())
+    between = max(_between_bytes(request, role, model) for role, model in models.items())
     return sum(outputs) + between + (0 if request.heads is None else request.heads.stat().st_size)
 
 
-def _between_bytes(request: ExportRequest, role: str, facts: Facts) -> int:
+def _between_bytes(request: ExportRequest, role: str, model: SourceModel) -> int:
     """A folder's weights as a GGUF, their blocks for a graph, or Optimum's graph."""
-    found = facts.stored_bytes if request.has_gguf_between(role) else 0
+    found = model.stored_bytes if request.has_gguf_between(role) else 0
     if request.exporter == "optimum":
-        found += 4 * facts.num_parameters
+        found += 4 * model.num_parameters
     elif "onnx" in request.formats and (quant := request.quant_of(role, "onnx")) in TILED:
-        found += facts.output_bytes("gguf", quant)
+        found += model.output_bytes("gguf", quant)
     return found
 
 
-def memory_bytes(request: ExportRequest, models: Mapping[str, Facts]) -> int:
+def memory_bytes(request: ExportRequest, models: Mapping[str, SourceModel]) -> int:
     """What the embeddings, the largest tensor, need, or the model that is compared."""
-    most = 12 * max(facts.table_parameters for facts in models.values())
-    largest = max(models.values(), key=lambda facts: facts.num_parameters)
+    most = 12 * max(model.table_parameters for model in models.values())
+    largest = max(models.values(), key=lambda model: model.num_parameters)
     if request.exporter == "optimum":
         most = TORCH_BYTES + 8 * largest.num_parameters
     elif request.check:
@@ -141,24 +195,16 @@ def check_room(output: Path, disk: int, memory: int) -> None:
     place = next(each for each in output.absolute().parents if each.exists())
     if disk > (free := free_bytes(place)):
         raise CapabilityError(
-            f"not enough disk: the export needs {human(disk)} in {place}, {human(free)} are free. Free space, choose "
-            "another disk with -o, or a smaller --quant"
+            f"not enough disk: the export needs {as_size(disk)} in {place}, {as_size(free)} are free. Free space, "
+            "choose another disk with -o, or a smaller --quant"
         )
     available = free_memory()
     if available is not None and memory > available:
         raise CapabilityError(
-            f"not enough memory: the export needs {human(memory)}, {human(available)} are available. Close other "
+            f"not enough memory: the export needs {as_size(memory)}, {as_size(available)} are available. Close other "
             "programs, or skip the comparison by --no-check"
         )
 
 
 def free_bytes(place: Path) -> int:
     return shutil.disk_usage(place).free
-
-
-def human(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
-        num_bytes /= 1000
-    return f"{num_bytes:.2f} GB"

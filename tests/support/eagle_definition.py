@@ -22,22 +22,28 @@ def normed(x: Floats, weight: Floats, epsilon: float) -> Floats:
 
 
 def layer(
-    sizes: HeadManifest, arrays: Mapping[str, Floats], states: Floats, embedded: Floats, sees: NDArray[np.bool_]
+    sizes: HeadManifest,
+    arrays: Mapping[str, Floats],
+    states: Floats,
+    embedded: Floats,
+    sees: NDArray[np.bool_],
+    *,
+    is_third: bool = False,
 ) -> tuple[Floats, Floats]:
     """(states that follow, states that the head scores) [n, width] of pairs, each of which `sees` [n, n] some.
 
-    `arrays` by the names of a heads file; `states`, `embedded` [n, width] of the pairs. A pair's position is the number
-    of those before it that it sees.
+    `arrays` by the names of a heads file, those of EAGLE-3 (`is_third`) like them; `states`, `embedded` [n, width] of
+    the pairs. A pair's position is the number of those before it that it sees.
     """
-    epsilon, is_third = sizes.norm_eps, sizes.generation == 3
+    epsilon = sizes.norm_eps
     if is_third:
         state = normed(states, arrays["state_norm"], epsilon)
         given = np.concatenate((normed(embedded, arrays["embedding_norm"], epsilon), state), axis=1)
-        x = state if sizes.norms_residual else states
+        x = states
     else:
         x = np.concatenate((states, embedded), axis=1) @ arrays["fc"].T
         given = normed(x, arrays["attention_norm"], epsilon)
-    frequencies = arrays.get("frequencies", sizes.rope_theta ** -(np.arange(0, sizes.head_dim, 2) / sizes.head_dim))
+    frequencies = sizes.rope_theta ** -(np.arange(0, sizes.head_dim, 2) / sizes.head_dim)
     angles = (sees.sum(axis=1) - 1)[:, None] * frequencies
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
     queries, keys, values = ((given @ arrays[f"{name}_proj"].T).reshape(len(x), -1, sizes.head_dim) for name in "qkv")
