@@ -108,6 +108,13 @@ def test_outliers_hardly_move_it() -> None:
     assert curve.at(1) < 1.06 * before
 
 
+@pytest.mark.parametrize("seen", [(0, 1.0), (WIDEST + 1, 1.0), (1, 0.0), (1, -1.0)])
+def test_what_cannot_have_been_a_pass_is_not_learnt_from(seen: tuple[int, float]) -> None:
+    curve = known_curve(STEPS)
+    curve.observe(*seen)
+    assert curve.table() == known_curve(STEPS).table()
+
+
 def test_a_drafted_token_and_a_read_one_are_told_apart() -> None:
     cost = DraftCost(0.004, 0.001)
     for _ in range(300):

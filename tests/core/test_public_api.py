@@ -23,18 +23,8 @@ from edgespec.sampling.constraint.library import in_plain_words
 from edgespec.server.http_errors import as_http_error
 
 EXPECTED = {
-    "Busy",
-    "EdgespecError",
-    "GenerateOptions",
-    "Generation",
-    "LoadOptions",
-    "Model",
-    "Result",
-    "Sampling",
-    "Stats",
-    "TokenEvent",
-    "__version__",
-    "load",
+    *("Busy", "EdgespecError", "GenerateOptions", "Generation", "LoadOptions", "Model", "Result", "Sampling"),
+    *("Stats", "TokenEvent", "__version__", "load"),
 }
 
 

@@ -161,6 +161,17 @@ def test_after_many_rejected_drafts_the_head_knows_the_text_and_nothing_else(
         np.testing.assert_allclose(found[known], wanted[known], atol=0.02 * np.abs(wanted[known]).max())
 
 
+@NEEDS_KERNELS
+@pytest.mark.parametrize("shape", [DSPARK, HeadShape(candidates=5)], ids=["DSpark", "DFlash2"])
+def test_a_hybrid_drafts_with_a_head_for_it(qwen35_path: Path, tmp_path: Path, shape: HeadShape) -> None:
+    """Whose rotary sections are a text's alone, as those of Qwen3.5's heads."""
+    head = write_dflash(tmp_path / "head.gguf", shape, metadata={"dflash.rope.dimension_sections": [8, 0, 0, 0]})
+    assert_plan_is_what_it_takes(qwen35_path, LAYERS, head)
+    with edgespec.load(qwen35_path, draft=head, threads=TEST_THREADS) as model:
+        stats = assert_same_text(model, [("dflash", 5), ("auto", "auto")])
+    assert stats["dflash", 5].drafted_tokens > 6 * 48
+
+
 # -- the pair
 
 
@@ -184,8 +195,8 @@ def test_a_head_that_does_not_fit_is_named_at_load(target_path: Path, tmp_path: 
     blind = write_dflash(tmp_path / "blind.gguf", metadata={"tokenizer.ggml.mask_token_id": None})
     with pytest.raises(ModelFileError, match=r"blind\.gguf is not a usable DFlash head: .*mask_token_id"):
         edgespec.load(str(target_path), draft=blind, threads=TEST_THREADS)
-    newer = write_dflash(tmp_path / "newer.gguf", metadata={"dflash.selector_rank": 8})
-    with pytest.raises(CapabilityError, match=r"newer\.gguf is a DFlash2 head"):
+    newer = write_dflash(tmp_path / "newer.gguf", HeadShape(candidates=5), metadata={"dflash.conv_group_size": None})
+    with pytest.raises(ModelFileError, match=r"newer\.gguf is not a usable DFlash head: its conv_group_size is None"):
         edgespec.load(str(target_path), draft=newer, threads=TEST_THREADS)
 
 

@@ -12,9 +12,10 @@ import pytest
 from edgespec.config.values import EngineName
 from edgespec.engines.head import DraftHead
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
+from edgespec.engines.llamacpp.heads import Head
 from edgespec.engines.onnx.kernel_engine import KernelEngine
-from edgespec.errors import BatchError, Cancelled, ContextFull, EngineError
-from edgespec.formats.gguf.heads import MAX_BLOCK
+from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError
+from edgespec.formats.gguf.heads import MAX_BLOCK, read_head
 from gguf_heads import features_of, head_of, opened
 from needs import NEEDS_KERNELS
 from tiny_dflash import LAYERS, NUM_TOKENS, TARGET, HeadShape, NumpyBlock, write_dflash
@@ -52,11 +53,14 @@ SHAPES = {
     "one layer read": HeadShape(target_layers=(2,), layers=1),
     "a part of the vocabulary": HeadShape(drafted=120),
     "causal": HeadShape(causal=True),
+    "sinks": HeadShape(has_sinks=True),
     "windows": HeadShape(window=20, windowed=(True, False)),
     "DSpark": DSPARK,
     "DSpark without confidences": HeadShape(markov=8),
     "DSpark that reads behind the anchor": replace(DSPARK, from_anchor=False),
     "DSpark with a part of the vocabulary": replace(DSPARK, drafted=120),
+    "DFlash2": HeadShape(candidates=5),
+    "DFlash2 with a part of the vocabulary": HeadShape(candidates=5, drafted=120, causal=True),
     "the longest block": HeadShape(block=MAX_BLOCK),
 }
 
@@ -72,6 +76,10 @@ def test_a_head_computes_what_numpy_does(
 ) -> None:
     """Behind many tokens and none, behind a rollback, a dropped beginning and a restart."""
     path = write_dflash(tmp_path / "head.gguf", shape, tensors=dict.fromkeys(shares))
+    if shape.candidates and isinstance(target, LlamaCppEngine):
+        with pytest.raises(CapabilityError, match=r"has DFlash2's selector, which only edgespec's own kernels run"):
+            target.load_head(path)
+        return
     features = features_of(target, shape.target_layers, TOKENS)
     tables = matrices(TARGET, NUM_TOKENS)
     wanted = NumpyBlock(path, shape, {name: tables[name] for name in OWN_TABLES})
@@ -116,6 +124,30 @@ def test_a_head_computes_what_numpy_does(
         head.inject(features[40:44])
         wanted.inject(read[40:44], 40)
         same(int(TOKENS[44]))
+
+
+@NEEDS_KERNELS
+def test_dflash2_chooses_among_the_scores_that_llama_cpp_gives(
+    target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which each row of its states holds the candidates, and for each of those before them a row of scores."""
+    count, shape = 5, HeadShape(candidates=5)
+    path, found = write_dflash(tmp_path / "head.gguf", shape), []
+    given = replace(read_head(path), has_confidence=True)  # a pass gives states then
+    monkeypatch.setattr("edgespec.engines.llamacpp.heads._sizes_of", lambda path: given)
+    for name in ("llamacpp", "onnx"):
+        with opened(name, target_path, LAYERS) as target, head_of(target, path) as head:
+            head.inject(features_of(target, tuple(LAYERS), TOKENS)[:30])
+            found.append(head.block(int(TOKENS[30]))[0].copy())
+            if isinstance(head, Head):
+                lattice = head._states(shape.block)[1:].copy()
+    before = 0
+    for row, scores in zip(lattice, found[1], strict=True):
+        candidates = row[:count].astype(int)
+        wanted = row[count : count + count**2].reshape(count, count)[before]
+        assert set(candidates) == set(np.flatnonzero(np.isfinite(scores)))
+        np.testing.assert_allclose(scores[candidates], wanted, atol=5e-3 * np.abs(wanted).max())
+        before = int(wanted.argmax())
 
 
 @NEEDS_KERNELS

@@ -62,7 +62,7 @@ def test_logits_are_those_of_the_graph_as_exported_within_half_precision(model, 
 @pytest.mark.parametrize("case", CASES)
 def test_every_architecture_can_be_adapted(case, tmp_path):
     """Queries, keys and values apart or together; biases, norms of heads, windows, tables of their own."""
-    path = graph(tiny_files(tmp_path / "files")(case), tmp_path / "graph")
+    path = graph(tiny_files(tmp_path)(case), tmp_path / "graph")
     wanted = logits(path)
     with as_for_cuda():
         assert difference(logits(path), wanted) < HALF

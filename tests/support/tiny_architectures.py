@@ -98,7 +98,7 @@ LONGROPE = {
     "partial_rotary_factor": 0.75,
     "original_max_position_embeddings": LONG,
 }
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+CAPS = {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 8.0}
 QKV = tuple(f"self_attn.{kind}_proj.bias" for kind in "qkv")
 CASES = {
     "granite": Case(
@@ -143,16 +143,8 @@ CASES = {
         factors=LONG_FACTORS,
     ),
     "gemma2": Case(
-        *("gemma2", "Gemma2"),
-        {"attention.sliding_window": 6, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 8.0},
-        {
-            "query_pre_attn_scalar": 16,
-            "attn_logit_softcapping": 4.0,
-            "final_logit_softcapping": 8.0,
-            "sliding_window": 6,
-            "layer_types": kinds(3, 2),
-            "head_dim": 16,
-        },
+        *("gemma2", "Gemma2", {"attention.sliding_window": 6, **CAPS}),
+        {"query_pre_attn_scalar": 16, **CAPS, "sliding_window": 6, "layer_types": kinds(3, 2), "head_dim": 16},
     ),
     "mistral3": Case(
         *("mistral3", "Ministral3"),

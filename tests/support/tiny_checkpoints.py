@@ -23,29 +23,12 @@ TEXTS = (
     "Every morning a small orchestra of kettles, pigeons and bicycles begins its rehearsal under my window.",
     "def the_other(there, these):\n    return there + these  # there and then\n",
 )
-BASE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-    "bos_token_id": 397,
-    "eos_token_id": 398,
-    "pad_token_id": 398,
-}
-LLAMA3_SCALING = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+BASE: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+BASE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5}
+BASE |= {"rope_theta": 500.0, "hidden_act": "silu", "tie_word_embeddings": True}
+BASE |= {"bos_token_id": 397, "eos_token_id": 398, "pad_token_id": 398}
+LLAMA3_SCALING: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3_SCALING |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 GEMMA: dict[str, Any] = {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 
 

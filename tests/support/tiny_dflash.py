@@ -17,6 +17,7 @@ from tiny_gguf import Shape, begin, finish, write_vocabulary
 TARGET = Shape(layers=4)  # a tiny Llama with enough layers to read three of
 LAYERS = [0, 2, 3]
 WIDTH, MASK_ID, NUM_TOKENS = TARGET.width, 290, 299
+TAPS, GROUP, RANK = 3, 16, 8  # of DFlash2
 EPSILON, ROPE_BASE = 1e-5, 10000.0
 Array = NDArray[np.float32]
 
@@ -38,10 +39,12 @@ class HeadShape:
     markov: int = 0
     has_confidence: bool = False
     from_anchor: bool = True
+    candidates: int = 0  # of DFlash2's rows
     drafted: int | None = None
     causal: bool | None = None
     window: int = 0
     windowed: tuple[bool, ...] = ()
+    has_sinks: bool = False
     has_extras: bool = False  # norms behind attention and feed-forward, sinks, a scale; values are the keys
     context: int = 256
     seed: int = 0
@@ -69,6 +72,10 @@ def write_dflash(
     if shape.window:
         writer.add_sliding_window(shape.window)
         writer.add_sliding_window_pattern(list(shape.windowed))
+    if shape.candidates:
+        sizes = {"conv_kernel_size": TAPS, "conv_group_size": GROUP, "selector_rank": RANK}
+        for name, size in {**sizes, "selector_top_k": shape.candidates}.items():
+            writer.add_uint32(f"dflash.{name}", size)
     if shape.markov:
         writer.add_bool("dflash.sample_from_anchor", shape.from_anchor)
     write_vocabulary(writer, TARGET)
@@ -108,11 +115,24 @@ def _tensors(shape: HeadShape) -> dict[str, NDArray[Any]]:
             "ffn_up": draw(shape.hidden, WIDTH),
             "ffn_down": draw(WIDTH, shape.hidden),
         }
+        if shape.candidates:
+            for part in ("attn", "ffn"):
+                block[f"{part}_conv_proj"] = draw(2 * TAPS * WIDTH // GROUP, WIDTH) / np.float32(3)
+                found[f"blk.{layer}.{part}_conv_base"] = draw(2 * TAPS, WIDTH).reshape(2, TAPS, WIDTH) + np.float32(0.3)
+        if shape.has_sinks:
+            block["attn_sinks"] = vector(shape.heads)
         if shape.has_extras:
             del block["attn_v"]
             block |= {"post_attention_norm": vector(WIDTH), "post_ffw_norm": vector(WIDTH)}
             block |= {"attn_sinks": vector(shape.heads), "layer_output_scale": vector(1)}
         found |= {f"blk.{layer}.{name}.weight": values for name, values in block.items()}
+    if shape.candidates:
+        tables = {
+            "predecessor": draw(NUM_TOKENS, RANK),
+            "successor": draw(NUM_TOKENS, RANK),
+            "hidden": draw(RANK, WIDTH),
+        }
+        found |= {f"selector_{name}.weight": 3 * values for name, values in tables.items()}
     if shape.drafted is not None:
         found["d2t"] = np.sort(rng.permutation(NUM_TOKENS)[: shape.drafted]).astype(np.int64)
     if shape.markov:
@@ -160,20 +180,49 @@ class NumpyBlock:
             xs = self._layer(layer, xs, position)
         states = normed(xs) * self._tensors["output_norm.weight"]
         scores = states @ self._tensors["output.weight"].T
+        if shape.candidates:
+            return self._path(token_id, states[1:], scores[1:]), None
         if shape.markov:
             return self._markov(token_id, states, scores)
         return self._spread(scores, -np.inf)[1:], None
 
     def _layer(self, layer: int, xs: Array, position: int) -> Array:
-        inputs = normed(xs) * self._of(layer, "attn_norm")
+        inputs, kernels = self._convolved(layer, "attn", normed(xs) * self._of(layer, "attn_norm"))
         known = dict(self.cache[layer])
         for row, x in enumerate(inputs):
             known[position + row] = self._keys(layer, x, position + row)
         attended = np.stack([self._attended(layer, x, position + row, known) for row, x in enumerate(inputs)])
-        xs = xs + attended @ self._of(layer, "attn_output").T
-        inputs = normed(xs) * self._of(layer, "ffn_norm")
+        xs = xs + self._convolved(layer, "attn", attended @ self._of(layer, "attn_output").T, kernels)[0]
+        inputs, kernels = self._convolved(layer, "ffn", normed(xs) * self._of(layer, "ffn_norm"))
         gate, up = (inputs @ self._of(layer, name).T for name in ("ffn_gate", "ffn_up"))
-        found: Array = xs + (gate / (1 + np.exp(-gate)) * up) @ self._of(layer, "ffn_down").T
+        made = (gate / (1 + np.exp(-gate)) * up) @ self._of(layer, "ffn_down").T
+        found: Array = xs + self._convolved(layer, "ffn", made, kernels)[0]
+        return found
+
+    def _convolved(self, layer: int, part: str, xs: Array, kernels: Array | None = None) -> tuple[Array, Array | None]:
+        """DFlash2's convolution in front, and its kernels [block, 2, taps, width]; or with these the one behind."""
+        if not self.shape.candidates:
+            return xs, None
+        side = int(kernels is not None)
+        if kernels is None:
+            made = (xs @ self._of(layer, f"{part}_conv_proj").T).reshape(len(xs), 2, TAPS, WIDTH // GROUP)
+            kernels = made.repeat(GROUP, axis=3) + self._tensors[f"blk.{layer}.{part}_conv_base"]
+        found = np.zeros_like(xs)
+        for row in range(len(xs)):
+            for tap in range(min(TAPS, row + 1)):
+                found[row] += kernels[row, side, tap] * xs[row - tap]
+        return found, kernels
+
+    def _path(self, token_id: int, states: Array, scores: Array) -> Array:
+        """DFlash2's scores of each row's candidates behind the best one of the row before."""
+        tables = [self._tensors[f"selector_{name}.weight"] for name in ("predecessor", "successor", "hidden")]
+        drafted = self._tensors["d2t"] if self.shape.drafted is not None else np.arange(NUM_TOKENS)
+        found = np.full((len(scores), NUM_TOKENS), -np.inf, np.float32)
+        for row, (state, each) in enumerate(zip(states, scores, strict=True)):
+            for place in np.argsort(each)[-self.shape.candidates :]:
+                follows = tables[1][drafted[place]] @ (tables[0][token_id] * (tables[2] @ state))
+                found[row, drafted[place]] = each[place] + follows
+            token_id = int(found[row].argmax())
         return found
 
     def _attended(self, layer: int, x: Array, position: int, known: dict[int, tuple[Array, Array]]) -> Array:
@@ -187,8 +236,9 @@ class NumpyBlock:
         for head, query in enumerate(queries):
             shared = head // (shape.heads // shape.kv_heads)
             scores = np.array([known[at][0][shared] @ query for at in seen]) / np.sqrt(shape.size)
+            sink = np.exp(self._of(layer, "attn_sinks")[head] - scores.max()) if shape.has_sinks else 0
             weights = np.exp(scores - scores.max())
-            weights /= weights.sum()
+            weights /= weights.sum() + sink
             found.append(sum(weight * known[at][1][shared] for weight, at in zip(weights, seen, strict=True)))
         return np.concatenate(found)
 

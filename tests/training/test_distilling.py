@@ -19,19 +19,8 @@ from distill import Distiller, Plan, distill  # noqa: E402
 from tiny_training import write_target  # noqa: E402
 from trainlib.hub import OwnText, Target, agreement  # noqa: E402
 
-SMALL: dict[str, Any] = {
-    "layers": 1,
-    "hidden": 32,
-    "heads": 2,
-    "rounds": 3,
-    "round_tokens": 256,
-    "round_prompts": 8,
-    "reply_tokens": 12,
-    "window": 32,
-    "batch_tokens": 128,
-    "held_out_prompts": 4,
-    "patience": 9,
-}
+SMALL: dict[str, Any] = {"layers": 1, "hidden": 32, "heads": 2, "rounds": 3, "round_tokens": 256, "round_prompts": 8}
+SMALL |= {"reply_tokens": 12, "window": 32, "batch_tokens": 128, "held_out_prompts": 4, "patience": 9}
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.booked import BookedEngine, SequenceBook, check_text
-from edgespec.engines.llamacpp.facts import read_facts
 from edgespec.engines.llamacpp.library import ABORTED, CancelFlag, check_pass, complaints, forget_complaints, library
 from edgespec.engines.llamacpp.rows import PairRows
 from edgespec.engines.llamacpp.settings import (
@@ -30,6 +29,7 @@ from edgespec.engines.llamacpp.settings import (
     ContextSettings,
     new_context,
     open_for,
+    read_facts,
 )
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_files import HeldFiles

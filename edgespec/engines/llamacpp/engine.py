@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +22,6 @@ from edgespec.engines.base import EngineFacts, check_threads
 from edgespec.engines.booked import BookedEngine, Checkpoints, SequenceBook, SequenceRows, check_text
 from edgespec.engines.llamacpp.cells import RUNNING_STATE_ONLY, Cells
 from edgespec.engines.llamacpp.embeddings import Embedder
-from edgespec.engines.llamacpp.facts import measured_facts, read_facts
 from edgespec.engines.llamacpp.footprint import ONLY_ASKED, num_snapshots
 from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT as HEAD_CONTEXT
 from edgespec.engines.llamacpp.heads import MTP_STATES, Head, load_head
@@ -39,11 +37,14 @@ from edgespec.engines.llamacpp.settings import (
     ContextSettings,
     create_context,
     open_for,
+    placement_of,
+    read_facts,
 )
 from edgespec.engines.llamacpp.states import HiddenStates
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
+from edgespec.engines.widths import METHOD, PREFIX, pinned_facts
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import (
     HEAD_NAMES,
@@ -55,6 +56,7 @@ from edgespec.formats.gguf.check import (
 )
 from edgespec.formats.gguf.header import GgufHeader, read_header
 from edgespec.formats.gguf.heads import check_cache
+from edgespec.platform.disk_cache import file_key, key_of
 from edgespec.types import Batch, Logits, PoolingName, TokenIds
 
 
@@ -108,15 +110,7 @@ class LlamaCppEngine(BookedEngine):
         header = checked_target(path)
         length = use.length_for(path.name, header.context_length)
         snapshots = num_snapshots(header, speculates=use.speculates)
-        engine = cls._open(path, header, ContextSettings.checked(use, length, snapshots=snapshots), cancel)
-        with closed_on_failure(engine):
-            if num_snapshots(header, speculates=True) and not snapshots and not use.endpoints:
-                engine.facts = replace(engine.facts, why_no_speculation=ONLY_ASKED)
-            engine._read_layers(use.state_layers)
-        return engine
-
-    @classmethod
-    def _open(cls, path: Path, header: GgufHeader, settings: ContextSettings, cancel: CancelFlag) -> Self:
+        settings = ContextSettings.checked(use, length, snapshots=snapshots)
         llama, model = library(), open_for(path, settings)
         keeps_state = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
         settings = settings.for_model(keeps_state=keeps_state, has_window=llama.llama_model_n_swa(model) > 0)
@@ -127,9 +121,32 @@ class LlamaCppEngine(BookedEngine):
             raise
         engine = cls(path, header, model, context, settings, cancel)
         with closed_on_failure(engine):
-            state_size = partial(llama.llama_state_seq_get_size, context, 0)
-            engine.facts = measured_facts(engine, path, settings, state_size)
+            engine._measure(path, settings)
+            if num_snapshots(header, speculates=True) and not snapshots and not use.endpoints:
+                engine.facts = replace(engine.facts, why_no_speculation=ONLY_ASKED)
+            engine._read_layers(use.state_layers)
         return engine
+
+    def _measure(self, path: Path, settings: ContextSettings) -> None:
+        """Complete the facts of an empty engine, which is left empty.
+
+        Raises CapabilityError when it cannot be reproducible: of a running state, which cannot be rolled back, no width
+        class can be proved.
+        """
+        if settings.reproducible and settings.keeps_state:
+            raise CapabilityError(
+                f"{path.name} cannot be reproducible: {self.facts.architecture} models keep a running state, whose "
+                "bits depend on how many tokens a pass has. Use --no-reproducible"
+            )
+        sizes = []
+        for _ in range(2):
+            self.forward(Batch.chain([0]))
+            sizes.append(library().llama_state_seq_get_size(self._context, 0))
+        self.rollback(0)
+        self.facts = replace(self.facts, kv_bytes_per_token=sizes[1] - sizes[0])
+        if settings.reproducible:
+            advice = f"Use a Q8_0 file in place of {path.name}, or --no-reproducible"
+            self.facts = pinned_facts(self, _widths_key(path, settings), widest=settings.widest, advice=advice)
 
     def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
         self._held.check()
@@ -308,3 +325,17 @@ def checked_target(path: Path) -> GgufHeader:
             f"{path.name} is {HEAD_NAMES[kind]}, which only drafts for another model: give it with -md/--model-draft"
         )
     return header
+
+
+def _widths_key(path: Path, settings: ContextSettings) -> str:
+    """The cache key: files, machine, library and settings."""
+    kernels = (
+        settings.threads,
+        settings.gpu_layers,
+        settings.cache_type_k,
+        settings.cache_type_v,
+        *placement_of(settings),
+    )
+    measured = (settings.flash_attention_type, settings.widest, settings.context_length > PREFIX + settings.widest)
+    files = tuple(map(file_key, model_files(path)))
+    return key_of(METHOD, files, version(), library().llama_print_system_info(), kernels, measured)

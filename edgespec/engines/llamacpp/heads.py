@@ -319,7 +319,7 @@ def load_head(
     if path is None:
         sizes = layers_sizes(width, vocabulary.size, context_length or DEFAULT_CONTEXT)
         return Head(target[0], "of its own layers", sizes, sizes.context_length, threads, vocabulary)
-    sizes = read_head(path)
+    sizes = _sizes_of(path)
     sizes.check_fits(path.name, width, llama.llama_model_n_layer(target[0]), vocabulary.size)
     length = min(context_length or DEFAULT_CONTEXT, sizes.context_length)
     model = open_model(path, gpu_layers=gpu_layers, has_mtp=sizes.form in MTP_STATES)
@@ -334,9 +334,18 @@ def load_head(
     return found
 
 
+def _sizes_of(path: Path) -> HeadSizes:
+    found = read_head(path)
+    if found.only_kernels:
+        raise CapabilityError(
+            f"head {path.name} has {found.only_kernels}, which only edgespec's own kernels run: use --engine onnx"
+        )
+    return found
+
+
 def try_head(path: Path) -> None:
     """Read all weights of a head, and load what needs no target. Raises as `load_head`."""
-    sizes = read_head(path)
+    sizes = _sizes_of(path)
     model = open_model(path, check_tensors=True, has_mtp=sizes.form in MTP_STATES)
     try:
         if not sizes.shares_weights:

@@ -1,11 +1,14 @@
-"""Settings of a llama.cpp context, checked here because llama.cpp ends the process on several bad values."""
+"""Settings of a llama.cpp context, and what follows from them for its engine.
+
+They are checked here because llama.cpp ends the process on several bad values.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from edgespec.config.values import CPU
 from edgespec.engines.llamacpp.devices import gpus, handles_of, overriding
@@ -20,8 +23,12 @@ from edgespec.engines.llamacpp.library import (
 )
 from edgespec.engines.model_use import DEFAULT_CONTEXT, ModelUse
 from edgespec.errors import CapabilityError, ConfigError
-from edgespec.formats.gguf.header import TENSOR_TYPES
+from edgespec.formats.gguf.check import pooling_of
+from edgespec.formats.gguf.header import TENSOR_TYPES, GgufHeader
 from edgespec.platform.machine import default_threads
+
+if TYPE_CHECKING:
+    from edgespec.engines.base import EngineFacts
 
 MAX_CELLS = 1 << 24
 LOGITS_BYTES = 32 << 20
@@ -199,3 +206,41 @@ def create_context(model: Any, path: Path, settings: ContextSettings, cancel: Ca
         llama.llama_free(context)
         raise CapabilityError(f"{path.name} keeps no KV cache (an embedding model?); give one that generates text")
     return context
+
+
+def read_facts(model: Any, header: GgufHeader, settings: ContextSettings, context: Any = None) -> EngineFacts:
+    """The facts that need no pass. `context`: None for a model that keeps no cache."""
+    from edgespec.engines.base import EngineFacts  # imports numpy, which a plan does without
+
+    llama = library()
+    placement = placement_of(settings)
+    return EngineFacts(
+        name="llamacpp",
+        architecture=header.architecture,
+        context_length=settings.context_length,
+        max_sequences=settings.max_sequences,
+        max_batch=min(settings.max_batch, llama.llama_n_batch(context)) if context else settings.max_batch,
+        can_rollback=not settings.keeps_state,
+        rollback_rows=int(llama.llama_n_rs_seq(context)) if settings.keeps_state else 0,
+        has_checkpoints=settings.keeps_state,
+        state_window=int(llama.llama_model_n_swa(model)),
+        max_branches=settings.max_branches,
+        weight_bytes=int(llama.llama_model_size(model)),
+        kv_bytes_per_token=0,
+        pinned_class=None,
+        device=settings.place,
+        threads=settings.threads,
+        can_pack=settings.max_sequences > 1,
+        splits_passes=settings.max_sequences > 1 and (settings.streams or settings.keeps_state),
+        own_cells=settings.streams,
+        pooling=pooling_of(header),
+        placement=" ".join(map(str, (settings.gpu_layers, *placement))) if placement else "",
+    )
+
+
+def placement_of(settings: ContextSettings) -> tuple[object, ...]:
+    """The devices that compute layers other than the CPU's; empty if there are none."""
+    if not settings.gpu_layers or settings.devices == ():
+        return ()
+    seen = tuple((device.name, device.description, device.total_bytes) for device in gpus())
+    return seen, settings.devices, settings.endpoints, *settings.overrides

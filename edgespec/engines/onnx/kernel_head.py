@@ -219,10 +219,14 @@ class BlockHead(KernelHead):
         places = np.arange(sizes.block_size)
         parents = places - 1 if sizes.is_causal else places - sizes.block_size  # or they see all behind them
         self._rows = np.stack((0 * places, places, places, parents), axis=1).astype(np.int32)
-        if sizes.has_markov:
+        if self._has_chain:
             assert isinstance(source, GgufFile)
             graph = source.part("chain", 1)
             self._chain = open_session(graph, source.folder, threads=1, provider="cpu", arrays=source.arrays())
+
+    @property
+    def _has_chain(self) -> bool:
+        return self._sizes.has_markov or self._sizes.num_candidates > 0
 
     def inject(self, features: States) -> None:
         self._check_features(features)
@@ -241,20 +245,29 @@ class BlockHead(KernelHead):
         self._ids[0], self._rows[:, 0] = token_id, self._slot
         rows = self._rows + np.array([0, 1, 1, 0], np.int32) * np.int32(self.end - self.start)
         scores = engine.score(self._ids, rows, first, None if most is None else first + most)
-        confidences = self._chained(token_id, scores) if self._sizes.has_markov else None
+        confidences = self._chained(token_id, scores) if self._has_chain else None
         return self._spread(scores), confidences
 
     def _chained(self, token_id: int, scores: Logits) -> Confidences | None:
-        """Move each row of `scores` by the likeliest token of the row before; the confidences in these tokens."""
-        states, found = self._engine.hidden_states()[self._sizes.first_row :], []
-        for row, state in zip(scores, states, strict=False):
-            inputs: dict[str, NDArray[Any]] = {"input_ids": np.array([[token_id]])}
-            if self._sizes.has_confidence:
+        """Move each row of `scores` by the likeliest token of the row before; the confidences in these tokens.
+
+        Of a row of DFlash2 only the likeliest few have a score then.
+        """
+        sizes, most, found = self._sizes, self._sizes.num_candidates, []
+        tokens = self._drafted if self._drafted.size else np.arange(scores.shape[1])
+        for row, state in zip(scores, self._engine.hidden_states()[sizes.first_row :], strict=False):
+            best = np.argpartition(row, -most)[-most:] if most else np.empty(0, np.intp)
+            inputs: dict[str, NDArray[Any]] = {"input_ids": np.array([[token_id, *tokens[best]]])}
+            if sizes.has_confidence or most:
                 inputs[FEATURES] = state[None, None]
             moved, *confidence = self._engine.run_beside(self._chain, inputs)
-            row += moved[0, 0]
-            best = int(row.argmax())
-            token_id = int(self._drafted[best]) if self._drafted.size else best
+            if most:
+                kept = row[best] + moved[0, 1:]
+                row[:] = -np.inf
+                row[best] = kept
+            else:
+                row += moved[0, 0]
+            token_id = int(tokens[row.argmax()])
             found += [float(each[0, 0, 0]) for each in confidence]
         return np.array(found, np.float32) if found else None
 

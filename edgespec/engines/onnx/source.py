@@ -38,7 +38,7 @@ from edgespec.formats.gguf.header import TensorInfo, once
 from edgespec.formats.gguf.model import GgufModel, GgufTensors, read_model
 from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.gguf.tokenizer import FILES, splitter_of, tokenizer_texts
-from edgespec.formats.onnx.dflash import CONFIDENCE, FOLLOWERS, MARKOV, BlockConfig
+from edgespec.formats.onnx.dflash import CONFIDENCE, FOLLOWERS, MARKOV, SELECTOR, BlockConfig
 from edgespec.formats.onnx.eagle import ENCODER, HeadConfig
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.gemma4 import Gemma4Config
@@ -227,7 +227,7 @@ class GgufFile(Source):
         weights, tensors = self._weights(), self.model.tensors
         reused = (name for name in tensors.keys() - self._own(self._lent) if len(tensors[name][0].shape) > 1)
         tables = rotary_bytes(replace(self.model.config, max_positions=cells))
-        apart = (name for name in (ENCODER, MARKOV, FOLLOWERS, CONFIDENCE) if name in tensors)
+        apart = (name for name in (ENCODER, MARKOV, FOLLOWERS, CONFIDENCE, SELECTOR) if name in tensors)
         tables *= 2 if isinstance(self.model.config, BlockConfig) else 1  # its encoder has them, too
         return graph.weight_bytes + sum(map(weights.num_bytes, apart)) - sum(map(weights.num_bytes, reused)) + tables
 

@@ -1,4 +1,4 @@
-"""Heads that read states of a target's layers, as models for a graph: EAGLE-3, DFlash and DSpark.
+"""Heads that read states of a target's layers, as models for a graph: EAGLE-3, DFlash, DFlash2 and DSpark.
 
 Tables that a head shares with its target have no place in its file until that one lends them.
 """
@@ -13,7 +13,7 @@ from edgespec.formats.architectures import Sizes
 from edgespec.formats.gguf.header import GgufHeader, TensorInfo
 from edgespec.formats.gguf.heads import read_head
 from edgespec.formats.gguf.model import Reader, Tensors
-from edgespec.formats.gguf.tables import DFLASH_OUTER, HEAD_OUTER, Kind
+from edgespec.formats.gguf.tables import DFLASH2_LAYER, DFLASH2_OUTER, DFLASH_OUTER, HEAD_OUTER, Kind
 from edgespec.formats.onnx.dflash import CONFIDENCE_BIAS, FOLLOWERS, MARKOV, BlockConfig
 from edgespec.formats.onnx.eagle import EagleConfig
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
@@ -53,13 +53,26 @@ class EagleReader(_HeadReader):
 
 class BlockReader(_HeadReader):
     def _sizes(self) -> Sizes:
-        found, markov = super()._sizes(), self._infos.get(DFLASH_OUTER[MARKOV].name)
+        head, found = self._head, super()._sizes()
+        others = {**found.others, "2": 2, "taps": head.kernel_size}
+        if head.num_candidates:
+            taps, most = head.kernel_size, head.num_candidates
+            if found.width % head.group_size or taps > head.block_size or most > head.num_drafted:
+                told = f"{taps} taps, groups of {head.group_size} channels, and {most} candidates"
+                raise self._wrong(
+                    f"it has {told}; of {found.width} channels, {head.block_size} rows, {head.num_drafted}"
+                )
+            self._table = replace(self._table, outer=DFLASH2_OUTER, layer=DFLASH2_LAYER)
+            others["kernels"] = 2 * head.kernel_size * found.width // head.group_size
+        markov = self._infos.get(self._table.outer[MARKOV].name)
         rank = markov.shape[0] if markov else 0
-        return replace(found, others={**found.others, "r": rank, "d+r": found.width + rank})
+        return replace(found, others={**others, "r": rank, "d+r": found.width + rank})
 
     def _config(self, sizes: Sizes, tensors: Tensors) -> LlamaConfig:
         if MARKOV in tensors and FOLLOWERS not in tensors:
             raise self._wrong(f"it lacks the tensor {DFLASH_OUTER[FOLLOWERS].name!r}")
         settings = self._settings(sizes, tensors)
+        settings["has_sinks"] = "model.layers.0.self_attn.sinks" in tensors
         settings["biases"] |= {"confidence"} if CONFIDENCE_BIAS in tensors else set()
-        return BlockConfig(**settings, block_size=self._head.block_size, has_confidence=self._head.has_confidence)
+        names = ("block_size", "has_confidence", "num_candidates", "kernel_size", "group_size")
+        return BlockConfig(**settings, **{name: getattr(self._head, name) for name in names})

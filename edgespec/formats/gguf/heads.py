@@ -3,10 +3,10 @@
 EAGLE-3 (arXiv 2503.01840): one Llama layer over a token's embedding and three of the target's layers. DFlash
 (2602.06036): Qwen3 layers that denoise a block of mask tokens at once, over projected inputs of the target's layers;
 DSpark (2607.05147) adds a Markov head, which moves the scores of a token by the one before it, and may add a confidence
-head. A multi-token prediction layer names the architecture of its model (Qwen3.5) and holds, of all tensors, the
-layer's own, embeddings, final norm and head (llama.cpp's mtp-*.gguf). Gemma 4's drafter
-(google/gemma-4-*-it-assistant) has a few layers without keys and values of their own: they attend to those of the
-target's last two layers.
+head; DFlash2 adds convolutions over a block, and moves the scores of a few candidates by the token before them. A
+multi-token prediction layer names the architecture of its model (Qwen3.5) and holds, of all tensors, the layer's own,
+embeddings, final norm and head (llama.cpp's mtp-*.gguf). Gemma 4's drafter (google/gemma-4-*-it-assistant) has a few
+layers without keys and values of their own: they attend to those of the target's last two layers.
 
 Heads may lack embeddings and output, which are then the target's own, and may know a part of the vocabulary alone,
 which the tensor `d2t` lists.
@@ -33,8 +33,9 @@ MAX_BLOCK = 64  # tokens that a DFlash head denoises at once
 # Those of a DSpark head, whose Markov chain takes 24 nodes of llama.cpp's graph for each: it has 1024, of which a layer
 # takes up to 70, and ends the process when they are used up.
 MAX_CHAIN, MAX_CHAIN_LAYERS = 16, 8
+_SELECTOR = "selector_hidden.weight"
 _MARKOV_FROM, _CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
-_SLIDING = "attention.sliding_window_pattern"
+_SLIDING, _SECTIONS = "attention.sliding_window_pattern", "rope.dimension_sections"
 _FIX = "give the head that was trained for it"
 
 
@@ -61,6 +62,11 @@ class HeadSizes:
     is_causal: bool = True  # a row does not see those after it
     has_markov: bool = False
     has_confidence: bool = False
+    only_kernels: str = ""  # what of it llama.cpp does not run here
+    # of DFlash2: tokens that a row proposes, and of its convolutions taps and channels that share their numbers
+    num_candidates: int = 0
+    kernel_size: int = 0
+    group_size: int = 0
 
     @property
     def num_drafted(self) -> int:
@@ -242,6 +248,10 @@ class _Reader:
             is_causal=self._flag("attention.causal", default=False),
             has_markov=has_markov,
             has_confidence=has_markov and _CONFIDENCE in self._tensors,
+            only_kernels=self._only_kernels(),
+            num_candidates=self._count("selector_top_k") if self._is_second() else 0,
+            kernel_size=self._count("conv_kernel_size") if self._is_second() else 0,
+            group_size=self._count("conv_group_size") if self._is_second() else 0,
             shares_weights=not has_table or (DRAFTED in self._tensors and not has_output),
             inner_width=self._count("feed_forward_length"),
             kv_bytes_per_token=2 * num_layers * kv_heads * self._head_size(width) * HALF_BYTES,
@@ -250,20 +260,22 @@ class _Reader:
     # -- of DFlash
 
     def _unsupported(self) -> Iterator[str]:
-        """What kind of head it is that has the same architecture.
-
-        DFlash2 answers with a lattice of candidates, which has to be searched, and not with scores.
-        """
+        """What kind of head it is that has the same architecture."""
         if self._value("hyper_connection.count"):
             yield "a DSpark head with DeepSeek-V4's layers (hyper connections)"
-        keys = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
-        names = ("selector_", "attn_conv_", "ffn_conv_")
-        if any(self._value(key) for key in keys) or any(
-            name.removeprefix("blk.").lstrip("0123456789.").startswith(names) for name in self._tensors
-        ):
-            yield "a DFlash2 head (with convolutions and a selector)"
-        if self._value("rope.dimension_sections") is not None and any(self._items("rope.dimension_sections") or (1,)):
+        # Those of a text's positions alone are as none.
+        if self._has_sections() and any(self._items(_SECTIONS)[1:] or (1,)):
             yield "a head for a target that also reads images (with rotary sections)"
+
+    def _has_sections(self) -> bool:
+        return self._value(_SECTIONS) is not None and any(self._items(_SECTIONS) or (1,))
+
+    def _is_second(self) -> bool:
+        return bool(self._value("selector_top_k")) or _SELECTOR in self._tensors
+
+    def _only_kernels(self) -> str:
+        """Of llama.cpp's pass each row would need four positions, of DFlash2 the path through its candidates."""
+        return "rotary sections" if self._has_sections() else "DFlash2's selector" if self._is_second() else ""
 
     def _mask_id(self) -> int:
         found = self._header.metadata.get("tokenizer.ggml.mask_token_id")

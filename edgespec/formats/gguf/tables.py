@@ -192,7 +192,21 @@ DFLASH_OUTER = {
     "model.confidence.weight": Tensor("conf_proj.weight", "1 d+r", is_optional=True),
     "model.confidence.bias": Tensor("conf_proj.bias", "1", is_optional=True),
 }
-DFLASH = Architecture("dflash", DFLASH_OUTER, {**TWO_NORMS, **ATTENTION, **HEAD_NORMS, **MLP})
+SINKS = {"self_attn.sinks": Tensor("attn_sinks.weight", "a", is_optional=True)}
+DFLASH = Architecture("dflash", DFLASH_OUTER, {**TWO_NORMS, **ATTENTION, **HEAD_NORMS, **SINKS, **MLP})
+DFLASH2_OUTER = {
+    **DFLASH_OUTER,
+    "model.markov.weight": Tensor("selector_predecessor.weight", "v r"),
+    "model.followers.weight": Tensor("selector_successor.weight", "v r"),
+    "model.selector.weight": Tensor("selector_hidden.weight", "r d"),
+}
+DFLASH2_LAYER = {
+    **DFLASH.layer,
+    "attn_conv.base": Tensor("attn_conv_base", "2 taps d"),
+    "attn_conv.weight": Tensor("attn_conv_proj.weight", "kernels d"),
+    "mlp_conv.base": Tensor("ffn_conv_base", "2 taps d"),
+    "mlp_conv.weight": Tensor("ffn_conv_proj.weight", "kernels d"),
+}
 
 # Hybrids have layers of two kinds, whose tensors are in `hybrid`.
 QWEN35 = Architecture("qwen35", LLAMA_OUTER, {})
@@ -288,7 +302,10 @@ KINDS = {
     "dflash": Kind(
         DFLASH,
         HEADS_NORMED,
-        keys=("target_layers", "block_size", "sample_from_anchor", "attention.causal"),
+        keys=(
+            *("target_layers", "block_size", "sample_from_anchor", "attention.causal", "rope.dimension_sections"),
+            *("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size"),
+        ),
         window_every=1,
     ),
     "qwen35": Kind(QWEN35, HEADS_NORMED, keys=QWEN35_KEYS),

@@ -44,9 +44,7 @@ class EagleGraph(KernelGraph):
     """Gives logits of the vocabulary that is always scored; the state behind them takes the place of the next one."""
 
     def values(self) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
-        inputs, outputs = super().values()
-        shape = ["batch_size", "sequence_length", 2 * self._config.hidden_size]
-        return [*inputs, helper.make_tensor_value_info(FEATURES, TensorProto.FLOAT, shape)], outputs
+        return self._values_with_states(2 * self._config.hidden_size)
 
     def _embed(self) -> None:
         self._store_tables()
@@ -59,10 +57,7 @@ class Eagle3Graph(KernelGraph):
     _config: EagleConfig
 
     def values(self) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
-        inputs, outputs = super().values()
-        shape = ["batch_size", "sequence_length", self._config.hidden_size]
-        read, made = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in (FEATURES, NEXT_STATES))
-        return [*inputs, read], [*outputs, made]
+        return self._values_with_states(self._config.hidden_size, self._config.hidden_size)
 
     def _embed(self) -> None:
         super()._embed()

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
 
 from edgespec.formats.onnx.hybrid import ExpertsGraph
 from edgespec.formats.onnx.llama import Tables, rotary_tables
@@ -149,14 +148,7 @@ class Gemma4DrafterGraph(Gemma4Graph):
     """
 
     def values(self) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
-        inputs, outputs = super().values()
-        found = [
-            helper.make_tensor_value_info(
-                name, TensorProto.FLOAT, ["batch_size", "sequence_length", self._config.target_width]
-            )
-            for name in (FEATURES, NEXT_STATES)
-        ]
-        return [*inputs, found[0]], [*outputs, found[1]]
+        return self._values_with_states(self._config.target_width, self._config.target_width)
 
     def _rotary_tables(self, config: LlamaConfig) -> Tables:
         cosines, sines = rotary_tables(replace(config, max_positions=config.max_positions + 1))

@@ -206,9 +206,7 @@ class NextnGraph(HybridGraph):
     """Attention over pairs of a `FEATURES` row, a state of the text, and the embedding of the token behind it."""
 
     def values(self) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
-        inputs, outputs = super(HybridGraph, self).values()
-        shape = ["batch_size", "sequence_length", self._config.hidden_size]
-        return [*inputs, helper.make_tensor_value_info(FEATURES, TensorProto.FLOAT, shape)], outputs
+        return self._values_with_states(self._config.hidden_size)
 
     def _embed(self) -> None:
         super()._embed()

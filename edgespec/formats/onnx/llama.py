@@ -19,7 +19,7 @@ from edgespec.formats.onnx import DATA, MICROSOFT, MODEL
 from edgespec.formats.onnx.forms import HEAD, Form
 from edgespec.formats.onnx.graph import DataWriter, MemoryWriter, Nodes
 from edgespec.formats.onnx.llama_config import LlamaConfig
-from edgespec.formats.onnx.tiles import ATTENTION, CACHE, DOMAIN, NORM, ROWS, Tiles
+from edgespec.formats.onnx.tiles import ATTENTION, CACHE, DOMAIN, FEATURES, NEXT_STATES, NORM, ROWS, Tiles
 
 Progress = Callable[[int, int], None]
 Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
@@ -328,6 +328,15 @@ class KernelGraph(_Graph):
             info(CACHE, whole, [1]),
         ]
         return inputs, [info("logits", real, ["batch_size", "sequence_length", self._config.vocab_size])]
+
+    def _values_with_states(
+        self, read: int, made: int = 0
+    ) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
+        """`values` of a draft head, with `FEATURES` [tokens, read], and states [tokens, made] that take their place."""
+        info, place = helper.make_tensor_value_info, ["batch_size", "sequence_length"]
+        inputs, outputs = KernelGraph.values(self)
+        states = [info(NEXT_STATES, TensorProto.FLOAT, [*place, made])] if made else []
+        return [*inputs, info(FEATURES, TensorProto.FLOAT, [*place, read])], [*outputs, *states]
 
     def _count_mask(self) -> None:
         """Rows say where they belong."""
