@@ -224,7 +224,7 @@ def quoted(text: str) -> str:
     if os.name == "nt":
         escaped = text.replace('"', '\\"')
         return f'"{escaped}"' if not text or re.search(r"[\s<>&|^,;=()'\"]", text) else text
-    return shlex.quote(text)
+    return text if re.fullmatch(r"[\w./:-]+", text) else shlex.quote(text)  # which quotes letters beyond ASCII, too
 
 
 def joined(words: Iterable[str]) -> str:

@@ -72,8 +72,10 @@ class Batch:
     @staticmethod
     def tree(pending_token_id: int, draft: Draft, *, sequence: int = 0) -> Batch:
         """The pending token as row 0 and draft node i as row i + 1, with logits for all rows."""
-        ids = np.concatenate((np.array([pending_token_id], np.int32), draft.token_ids))
-        parents = np.concatenate((np.array([NO_PARENT], np.int32), draft.parents + 1)).astype(np.int32)
+        ids, parents = np.empty((2, draft.num_tokens + 1), np.int32)
+        ids[0], ids[1:] = pending_token_id, draft.token_ids
+        parents[0], parents[1:] = NO_PARENT, draft.parents
+        parents[1:] += 1
         return Batch(ids, parents, np.full(ids.size, sequence, np.int32), np.ones(ids.size, np.bool_))
 
     @property

@@ -50,14 +50,12 @@ def built_in() -> Domains:
     return domains
 
 
-def with_random_text(found: Mapping[str, Sequence[BenchPrompt]], vocabulary: Vocabulary, seed: int) -> Domains:
+def with_random_text(found: Domains, vocabulary: Vocabulary, seed: int) -> Domains:
     """`found` plus prompts of random tokens, control tokens excluded."""
     rng = random.Random(f"{seed} made")
     printing = [token_id for token_id, piece in enumerate(vocabulary.pieces) if piece]
     texts = (vocabulary.decode(rng.choices(printing, k=_RANDOM_TOKENS)) for _ in range(NUM_RANDOM))
-    made = [BenchPrompt("random_text", text, is_raw=True) for text in texts]
-    domains = {name: list(prompts) for name, prompts in found.items()}
-    return domains | {"random_text": [*domains.get("random_text", []), *made]}
+    return {**found, "random_text": [BenchPrompt("random_text", text, is_raw=True) for text in texts]}
 
 
 def choose(

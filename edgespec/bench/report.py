@@ -47,9 +47,7 @@ class Spread:
     def of(values: Sequence[float]) -> Spread | None:
         if not values:
             return None
-        if len(values) == 1:
-            return Spread(values[0], values[0], values[0])
-        low, middle, high = quantiles(values, n=4, method="inclusive")
+        low, middle, high = quantiles(values if len(values) > 1 else [*values, *values], n=4, method="inclusive")
         return Spread(middle, low, high)
 
 
@@ -78,6 +76,10 @@ class Side:
         """Total tokens / total seconds, prefill included."""
         seconds = self.total("wall_s")
         return self.total("new_tokens") / seconds if seconds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return _ratio(self.total("accepted_tokens"), self.total("drafted_tokens"))
 
     def to_json(self) -> dict[str, Any]:
         spread = self.tokens_per_second
@@ -122,10 +124,6 @@ class Summary:
         return _ratio(self.speculative.whole_rate, self.standard.whole_rate) if self.has_drafted else None
 
     @property
-    def acceptance_rate(self) -> float | None:
-        return _ratio(self.speculative.total("accepted_tokens"), self.speculative.total("drafted_tokens"))
-
-    @property
     def mean_accepted_length(self) -> float | None:
         """Tokens per verifying target pass, the prefill's token excluded."""
         tokens = self.speculative.total("new_tokens") - len(self.trials)
@@ -153,7 +151,7 @@ class Summary:
             "speedup": self.speedup and asdict(self.speedup),
             "whole_answer_speedup": self.whole_speedup,
             "noise": self.noise and asdict(self.noise),
-            "acceptance_rate": self.acceptance_rate,
+            "acceptance_rate": self.speculative.acceptance_rate,
             "mean_accepted_length": self.mean_accepted_length,
             "standard": self.standard.to_json(),
             "speculative": self.speculative.to_json(),
@@ -287,8 +285,6 @@ def check_picture(option: str, path: Path) -> None:
     """Before the work: raises ConfigError where no picture can be written at `path`."""
     if path.suffix.lower() != ".svg":
         raise ConfigError(f"{option} {path}: the picture is an SVG file, so the name must end in .svg")
-    if path.is_dir():
-        raise ConfigError(f"{option} {path} is a folder: give a file name")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{option} {path}: its folder does not exist")
 

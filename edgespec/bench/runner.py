@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import TypeVar
 
 from edgespec.bench.prompts import BenchPrompt
@@ -186,16 +187,11 @@ def first_divergence(plain: Measurement, drafted: Measurement, *, exact: bool) -
 
     `exact`: their log probabilities have to be equal too, as they are in reproducible mode.
     """
-    ours, theirs = (
-        list(zip(each.token_ids, each.logprobs if exact else each.token_ids, strict=True)) for each in (plain, drafted)
-    )
-    position = next((i for i, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), None)
-    if position is None:
-        if len(plain.token_ids) == len(drafted.token_ids):
-            return None
-        position = min(len(plain.token_ids), len(drafted.token_ids))
-        first, second = ((*ids[position : position + 1], None)[0] for ids in (plain.token_ids, drafted.token_ids))
-        return Divergence(position, first, second, None)
-    # Both rows follow the same text, so their normalisers are equal and log probabilities differ as the logits do.
-    margin = plain.logprobs[position] - drafted.logprobs[position]
-    return Divergence(position, plain.token_ids[position], drafted.token_ids[position], margin)
+    for position, (one, other) in enumerate(zip_longest(plain.token_ids, drafted.token_ids)):
+        if one is None or other is None:
+            return Divergence(position, one, other, None)
+        # Both rows follow the same text, so their normalisers are equal and log probabilities differ as the logits do.
+        margin = plain.logprobs[position] - drafted.logprobs[position]
+        if one != other or (exact and margin):
+            return Divergence(position, one, other, margin)
+    return None

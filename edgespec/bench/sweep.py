@@ -138,21 +138,18 @@ def sweep_json(sweep: Sweep) -> dict[str, Any]:
         best = sweep.best(domain)
         found[domain or "all"] = {
             "best": None if best is None else {"drafter": best.drafter, "draft_length": best.length},
-            "settings": [_choice_json(sweep, choice, domain) for choice in sweep.choices],
+            "settings": [
+                {
+                    "drafter": choice.drafter,
+                    "draft_length": choice.length,
+                    "tokens_per_second": sweep.side(choice, domain).pooled_rate or None,
+                    "speedup": sweep.speedup(choice, domain),
+                    "acceptance_rate": sweep.side(choice, domain).acceptance_rate,
+                }
+                for choice in sweep.choices
+            ],
         }
     return found
-
-
-def _choice_json(sweep: Sweep, choice: Choice, domain: str | None) -> dict[str, Any]:
-    side = sweep.side(choice, domain)
-    drafted = side.total("drafted_tokens")
-    return {
-        "drafter": choice.drafter,
-        "draft_length": choice.length,
-        "tokens_per_second": side.pooled_rate or None,
-        "speedup": sweep.speedup(choice, domain),
-        "acceptance_rate": side.total("accepted_tokens") / drafted if drafted else None,
-    }
 
 
 # -- why
@@ -196,11 +193,6 @@ class Costs:
         return max((1.0, 0), *((self.expected(length), length) for length in range(1, _MOST_DRAFTED + 1)))
 
     @property
-    def ceiling(self) -> float:
-        """Speedup of the best length if every token were accepted."""
-        return max(expected_speedup(1.0, length, self.round_s, self.token_s) for length in range(_MOST_DRAFTED + 1))
-
-    @property
     def pays_from(self) -> float | None:
         """The acceptance from which drafting pays off; None if it never does."""
         return _least(lambda rate: replace(self, acceptance=rate, drafting=1.0), 1.0, 0.0, 1.0)
@@ -231,10 +223,7 @@ def _token_s(model: Model, drafting: Sequence[RoundRecord]) -> float:
     drafted, costs = sum(record.drafted_tokens for record in drafting), model.drafters.costs
     if drafted >= _ENOUGH_DRAFTED:
         return sum(record.draft_s for record in drafting) / drafted
-    if costs.curve.is_scaled:
-        for cost in costs.drafts.values():
-            cost.scale(costs.curve.at(1))
-    return max((cost.token_s for cost in costs.drafts.values()), default=0.0)
+    return max((costs.draft(name).token_s for name in costs.drafts), default=0.0)
 
 
 def balance(plain: Side, drafted: Side) -> str:
@@ -259,14 +248,9 @@ def threshold(costs: Costs, width: int = 4) -> str:
     price = f"a drafted token {token:.2f}" if token >= 0.005 else "a lookup nothing"
     limit = "drafting would not pay off even if every token were accepted"
     if costs.pays_from is not None:
-        limit = f"drafting pays off above {costs.pays_from:.0%} acceptance and gains at most {costs.ceiling:.2f}x"
+        most = replace(costs, acceptance=1.0, drafting=1.0).best()[0]
+        limit = f"drafting pays off above {costs.pays_from:.0%} acceptance and gains at most {most:.2f}x"
     return f"on this machine a pass over {width} tokens costs {_passes(costs, width):.2f} plain ones, {price}: {limit}"
-
-
-def typical_width(drafted: Side) -> int:
-    """Tokens in an average verifying pass of rounds that drafted; 4 where none did."""
-    widths = [record.width for run in drafted.runs for record in run.rounds if record.drafted_tokens]
-    return round(fmean(widths)) if widths else 4
 
 
 def changes(costs: Costs) -> str:
@@ -302,16 +286,11 @@ def _flattened(costs: Costs, share: float) -> list[float]:
 
 def _least(changed: Callable[[float], Costs], goal: float, low: float, high: float) -> float | None:
     """The least value between `low` and `high` at which the best length gains more than `goal`; None: not even high."""
-
-    def gains(value: float) -> bool:
-        costs = changed(value)
-        return max(costs.expected(length) for length in range(1, _MOST_DRAFTED + 1)) > goal
-
-    if not gains(high):
+    if changed(high).best()[0] <= goal:
         return None
     for _ in range(20):
         middle = (low + high) / 2
-        low, high = (low, middle) if gains(middle) else (middle, high)
+        low, high = (low, middle) if changed(middle).best()[0] > goal else (middle, high)
     return high
 
 
@@ -320,7 +299,8 @@ def reasons(costs: Costs, plain: Side, drafted: Side) -> Iterator[str]:
     has_drafted = drafted.total("drafted_tokens") > 0
     if has_drafted:
         yield balance(plain, drafted)
-    yield threshold(costs, typical_width(drafted))
+    widths = [record.width for run in drafted.runs for record in run.rounds if record.drafted_tokens]
+    yield threshold(costs, round(fmean(widths)) if widths else 4)
     if has_drafted:
         yield changes(costs)
 

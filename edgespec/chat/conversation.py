@@ -35,7 +35,7 @@ class Conversation:
     @property
     def num_exchanges(self) -> int:
         """Number of user messages."""
-        return sum(turn["role"] == "user" for turn in self.turns)
+        return len(self._questions())
 
     def ask(self, text: str) -> None:
         """Add a user message."""
@@ -58,33 +58,21 @@ class Conversation:
         last = self.turns[-1]
         self.turns[-1] = last | {"content": last["content"] + text}
 
-    def clear(self) -> None:
-        """Remove all turns but keep the system prompt."""
-        self.turns.clear()
-
     def undo(self) -> str | None:
         """Remove the last user message and the answers to it; returns its text, or None if there is none."""
-        last = self._last_question()
-        if last is None:
+        questions = self._questions()
+        if not questions:
             return None
-        text = str(self.turns[last]["content"])
-        del self.turns[last:]
+        text = str(self.turns[questions[-1]]["content"])
+        del self.turns[questions[-1] :]
         return text
 
-    def regen(self) -> bool:
-        """Remove the last answer, to generate it again; returns False if there is no user message."""
-        last = self._last_question()
-        if last is None:
-            return False
-        del self.turns[last + 1 :]
-        return True
-
-    def _last_question(self) -> int | None:
-        return next((i for i in reversed(range(len(self.turns))) if self.turns[i]["role"] == "user"), None)
+    def _questions(self) -> list[int]:
+        return [index for index, turn in enumerate(self.turns) if turn["role"] == "user"]
 
     def drop_oldest(self) -> bool:
         """Remove the oldest exchange; returns False if only one is left, which is kept."""
-        questions = [i for i, turn in enumerate(self.turns) if turn["role"] == "user"]
+        questions = self._questions()
         if len(questions) < 2:
             return False
         del self.turns[: questions[1]]

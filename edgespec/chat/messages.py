@@ -207,16 +207,14 @@ _WANTS_NINE = re.compile(r"\.id\s*\|\s*length\s*!=\s*9|\[.id.\]\s*\|\s*length\s*
 _NINE = re.compile(r"[0-9A-Za-z]{9}")
 
 
-def wants_short_ids(template: str) -> bool:
-    """Whether a template takes ids of nine letters and digits only."""
-    return _WANTS_NINE.search(template) is not None
-
-
-def with_short_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`messages` in which calls, and the results that answer them, have ids of nine letters and digits.
+def with_short_ids(template: str, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """`messages` in which calls, and the results that answer them, have ids of nine letters and digits, if `template`
+    takes no others.
 
     Equal ids stay equal, and a call has the same one in every turn; a call without an id is named by its place.
     """
+    if _WANTS_NINE.search(template) is None:
+        return messages
     found = list[dict[str, Any]]()
     for place, message in enumerate(messages):
         if calls := message.get("tool_calls"):

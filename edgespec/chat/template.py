@@ -19,7 +19,7 @@ from pickle import PicklingError
 from typing import Any
 
 from edgespec.chat.marks import PRINTED_MARKS
-from edgespec.chat.messages import Message, checked_messages, wants_short_ids, with_short_ids
+from edgespec.chat.messages import Message, checked_messages, with_short_ids
 from edgespec.chat.tool_forms import with_tools
 from edgespec.contained import Containment, Overrun
 from edgespec.errors import CapabilityError, ConfigError, PromptError, shown
@@ -129,7 +129,7 @@ def encode_messages(
     bos, eos = ("" if token_id is None else vocabulary.token_name(token_id) for token_id in ends)
     text = render_chat(
         source,
-        with_short_ids(shown) if wants_short_ids(source) else shown,
+        with_short_ids(source, shown),
         tools=shown_tools,
         bos_token=bos,
         eos_token=eos,

@@ -104,11 +104,6 @@ class Form:
         return _patterns(" " + self.argument.strip().replace('">', '" >').replace("\n", " "))
 
     @cached_property
-    def end(self) -> str:
-        """The mark behind a value."""
-        return self.closed.strip()
-
-    @cached_property
     def _skipped(self) -> re.Pattern[str]:
         return re.compile(rf"(?:```[a-z]*|{'|'.join(map(re.escape, self.skips))}|[\s,;\[\]])*+")
 

@@ -243,7 +243,7 @@ class ToolParser:
         A value may hold the mark that ends one: the real one is before another argument, or before what ends the call.
         It may be missing before one of the `others` that the tool has.
         """
-        mark = self.form.end
+        mark = self.form.closed.strip()
         end = text.find(mark, begin)
         while end >= 0 and not self._ends_value(text, end + len(mark)):
             end = text.find(mark, end + 1)

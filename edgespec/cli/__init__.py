@@ -74,7 +74,7 @@ def as_typed(error: EdgespecError) -> str:
 
 
 def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """A file, or a model by its name, here or to be got. The file comes first: bash forgets what is before it."""
+    """A file, or a model by its name, here or to pull. The file comes first: bash forgets what stands before it."""
     from click.shell_completion import CompletionItem  # only where Tab is pressed
 
     from edgespec.loading.catalogue import entries
@@ -87,22 +87,18 @@ def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) 
 
 def run_command(name: str, target: ModelFile | None) -> str:
     """`name`: how the user names the model of the file `target`; without a file it is taken for one that chats."""
+    from edgespec.installation import quoted
     from edgespec.loading.opening import has_chat_template
 
     try:
         chats = target is None or has_chat_template(target)
     except ModelFileError:  # it only gives embeddings
         chats = True
-    return f"edgespec chat {_quoted(name)}" if chats else continue_command(name)
+    return f"edgespec chat {quoted(name)}" if chats else continue_command(name)
 
 
 def continue_command(name: str) -> str:
     """The command that continues a text without a chat template."""
-    return f"edgespec run {_quoted(name)} --no-chat-template -p {_quoted('Once upon a time')}"
-
-
-def _quoted(name: str) -> str:
-    """As a shell takes it; letters of any language need no quotation marks, which `shlex` puts around them."""
     from edgespec.installation import quoted
 
-    return name if re.fullmatch(r"[\w./:-]+", name) else quoted(name)
+    return f"edgespec run {quoted(name)} --no-chat-template -p {quoted('Once upon a time')}"

@@ -21,8 +21,8 @@ from edgespec.bench.runner import Divergence, Task, Trial, first_divergence, run
 from edgespec.bench.sweep import PLAIN, Sweep, costs_of, explain_json, explain_lines, sweep_json, sweep_lines
 from edgespec.cli import FilePath
 from edgespec.cli.main import INTERRUPTED
-from edgespec.cli.options import SettingsCommand, require_speculation, resolve_settings, settings_options
-from edgespec.cli.session import Session, open_session, show_beginning
+from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
+from edgespec.cli.session import Session, open_measured
 from edgespec.cli.terminal import note, stops
 from edgespec.config.options import PRINTING, PROMPTING, REMEMBERING, STRUCTURE
 from edgespec.errors import ConfigError
@@ -63,7 +63,6 @@ def command(
     fewer and shorter answers. MODEL is a name, a GGUF or ONNX file, or a folder with one.
     """
     settings = resolve_settings(given, model_name, config_file)
-    require_speculation(settings, "bench")
     if plot is not None:
         if sweep:
             raise ConfigError("--plot draws the comparison with plain decoding: leave --sweep out")
@@ -71,12 +70,11 @@ def command(
     sources = built_in() if prompts is None else read_prompts(prompts)
     # The same prompts when the command is given again.
     usual = {"seed": 0, "max_tokens": SWEEP_TOKENS if sweep else DEFAULT_TOKENS}
-    session = open_session(settings.below(usual, "bench"))
+    session = open_measured(settings, "bench", usual)
     with session.model:
-        show_beginning(session, measures=True)
         known = with_random_text(sources, session.model.target.vocabulary, session.seed)
         if prompts is not None:  # all of a user's own file
-            known, domains = {**known, **sources}, domains or tuple(sources)
+            domains = domains or tuple(sources)
         most = session.model.context_length - (session.options.max_tokens or 0)
         encode = partial(_encode, session)
         chosen, too_long = choose(
@@ -181,13 +179,10 @@ def verify(model_name: str | None, config_file: Path | None, as_json: bool, **gi
     speed. Exit code 0: identical, 1: some token differs. MODEL is a name, a GGUF or ONNX file, or a folder with one.
     """
     settings = resolve_settings(given, model_name, config_file)
-    settings = settings.below({"draft_length": DRAFT_LENGTH, "max_tokens": VERIFIED_TOKENS}, "verify")
     if settings.values.get("verify", "coupled") == "coupled":
         settings = settings.below({"reproducible": True}, "what verify checks")
-    require_speculation(settings, "verify")
-    session = open_session(settings)
+    session = open_measured(settings, "verify", {"draft_length": DRAFT_LENGTH, "max_tokens": VERIFIED_TOKENS})
     with session.model as model:
-        show_beginning(session, measures=True)
         prompts = [BenchPrompt(*each) for each in PROMPTS]
         # greedily, and with the sampling asked for where that is another
         heats = [replace(session.sampling, temperature=heat) for heat in sorted({0.0, session.sampling.temperature})]
@@ -248,7 +243,7 @@ def _verified(session: Session, compared: Compared) -> dict[str, Any]:
     return {name: facts[name] for name in names} | {
         "identical": all(divergence is None for _, divergence in compared),
         "num_tokens": int(summary.speculative.total("new_tokens")),
-        "acceptance_rate": summary.acceptance_rate or 0.0,
+        "acceptance_rate": summary.speculative.acceptance_rate or 0.0,
         "mean_accepted_length": summary.mean_accepted_length or 0.0,
         "speed_ratio": median(trial.speedup or 0.0 for trial, _ in compared),
         "comparisons": [

@@ -63,7 +63,7 @@ def add(paths: tuple[Path, ...], model: str | None, name: str | None) -> int:
     if name is not None and len(paths) > 1:
         raise ConfigError(f"--name is for one text, but {len(paths)} paths are given: add them one by one")
     sources = [Documents(path) for path in paths]  # all of them are there before any is read
-    with _opened(model) as (vocabulary, corpus, _):
+    with _opened(model) as (target, vocabulary, corpus, _):
         for documents in sources:
             chosen = resolved(documents.path).name if name is None else name
             check_name(chosen)
@@ -71,7 +71,7 @@ def add(paths: tuple[Path, ...], model: str | None, name: str | None) -> int:
             added = corpus.add(chosen, str(resolved(documents.path)), ids)
             if documents.num_left_out:
                 note(f"left out as no text: {documents.num_left_out} of the files or folders in it")
-            click.echo(f"added for {_name_of(model)}: {_described(added)}")
+            click.echo(f"added for {target}: {_described(added)}")
     return 0
 
 
@@ -79,7 +79,7 @@ def add(paths: tuple[Path, ...], model: str | None, name: str | None) -> int:
 @_MODEL
 def ls(model: str | None) -> int:
     """List the texts and the memory they take, and how much --learn stored."""
-    with _opened(model) as (_, corpus, learnt):
+    with _opened(model) as (target, _, corpus, learnt):
         texts = corpus.texts()
         rows = [("name", "tokens", "files", "MiB", "added", "from")]
         for text in texts:
@@ -88,7 +88,7 @@ def ls(model: str | None) -> int:
         for line in aligned(rows, right=(1, 2, 3)) if texts else ():
             click.echo(line)
         total = sum(text.num_bytes for text in texts)
-        click.echo(f"corpus for {_name_of(model)}: {total / _MIB:.1f} of {MAX_BYTES / _MIB:.0f} MiB, {corpus.path}")
+        click.echo(f"corpus for {target}: {total / _MIB:.1f} of {MAX_BYTES / _MIB:.0f} MiB, {corpus.path}")
         answers = learnt.read()
         click.echo(f"learnt: {sum(map(len, answers))} tokens of {len(answers)} answers, {learnt.path}")
     return 0
@@ -103,7 +103,7 @@ def rm(names: tuple[str, ...], model: str | None, everything: bool, learnt: bool
     """Remove texts by name, or all of them, or the stored answers."""
     if bool(names) + everything + learnt != 1:
         raise ConfigError("say what to remove: names as corpus ls shows them, or --all, or --learnt")
-    with _opened(model) as (_, corpus, answers):
+    with _opened(model) as (_, _, corpus, answers):
         for name in names:
             click.echo(f"removed: {_described(corpus.remove(name))}")
         if everything or learnt:
@@ -112,18 +112,15 @@ def rm(names: tuple[str, ...], model: str | None, everything: bool, learnt: bool
     return 0
 
 
-def _name_of(model: str | None) -> str:
-    return str(resolve({"model": model}).values.get("model", "demo"))
-
-
 @contextmanager
-def _opened(model: str | None) -> Iterator[tuple[Vocabulary, Corpus, LearntTexts]]:
-    """The vocabulary of `model` and what is kept in it."""
+def _opened(model: str | None) -> Iterator[tuple[str, Vocabulary, Corpus, LearntTexts]]:
+    """The name of the model, its vocabulary and what is kept in it."""
     options = LoadOptions(**resolve({"model": model}).part("load"))
     pair = find_pair(options.model, options.draft, options.engine)
     with open_vocabulary(pair.files["target"]) as vocabulary:
         try:
-            yield vocabulary, Corpus(vocabulary_key(vocabulary), vocabulary.size), learnt_texts(vocabulary)
+            corpus = Corpus(vocabulary_key(vocabulary), vocabulary.size)
+            yield options.model, vocabulary, corpus, learnt_texts(vocabulary)
         except DamagedError as exc:
             fix = "edgespec corpus rm --all removes your own texts, --learnt the stored answers, damaged or not"
             raise StateError(f"{exc}; {fix}") from exc

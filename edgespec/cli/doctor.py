@@ -21,13 +21,7 @@ from edgespec.contained import Child, ChildEnded
 from edgespec.engines.onnx import library as onnxruntime
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.manifest import read_pair
-from edgespec.installation import (
-    build_command,
-    has_engine,
-    install_command,
-    reinstall_command,
-    swap_command,
-)
+from edgespec.installation import build_command, has_engine, install_command, reinstall_command, swap_command
 from edgespec.kernels import library as kernels
 from edgespec.kernels.interface import path as instructions
 from edgespec.loading.registry import registered_folders
@@ -70,6 +64,7 @@ def examine() -> dict[str, Any]:
             "onnxruntime and onnxruntime-gpu overwrite each other's files: keep one. For the GPU: "
             f"{swap_command('onnxruntime', 'onnxruntime-gpu')}"
         )
+    path = kernels.library_path()
     return {
         "edgespec": __version__,
         "python": platform.python_version(),
@@ -77,28 +72,31 @@ def examine() -> dict[str, Any]:
         "cpu": {"name": processor(), "logical_cores": os.cpu_count(), "physical_cores_usable": physical_cores()},
         "threads": default_threads(),
         "engines": engines,
-        "kernels": _kernels(),
+        "kernels": {
+            "library": str(path) if path else None,
+            "instructions": instructions() if path else "",
+            "reason": kernels.why_missing(),
+        },
         "problems": problems,
     }
 
 
 def _llamacpp() -> dict[str, Any]:
     """What llama.cpp says of itself; "reason" when it is not `available`, and whether it is `installed` at all."""
-    if not has_engine("llamacpp"):
+    if not (installed := has_engine("llamacpp")):
         reason = f"not installed; for GGUF files: {install_command('llamacpp')}"
-        return {"installed": False, "available": False, "reason": reason}
-    try:
-        # A build for another processor ends its process at the first instruction that this one lacks.
-        with Child(__name__) as child:
-            return {"installed": True, **child.call(describe_library, limit_s=PROBE_TIMEOUT_S)}
-    except ChildEnded as exc:
-        rebuild = reinstall_command("llama-cpp-python", "--no-cache-dir", "--no-binary=llama-cpp-python")
-        reason = (
-            f"llama.cpp ends its process ({exc.how}): this build does not suit the processor. Build it here: {rebuild}"
-        )
-    except (TimeoutError, CapabilityError) as exc:
-        reason = f"asking llama.cpp failed: {exc}"
-    return {"installed": True, "available": False, "reason": reason}
+    else:
+        try:
+            # A build for another processor ends its process at the first instruction that this one lacks.
+            with Child(__name__) as child:
+                return {"installed": True, **child.call(describe_library, limit_s=PROBE_TIMEOUT_S)}
+        except ChildEnded as exc:
+            build = reinstall_command("llama-cpp-python", "--no-cache-dir", "--no-binary=llama-cpp-python")
+            why = f"llama.cpp ends its process ({exc.how}): this build does not suit the processor"
+            reason = f"{why}. Build it here: {build}"
+        except (TimeoutError, CapabilityError) as exc:
+            reason = f"asking llama.cpp failed: {exc}"
+    return {"installed": installed, "available": False, "reason": reason}
 
 
 def _onnxruntime() -> dict[str, Any]:
@@ -108,16 +106,6 @@ def _onnxruntime() -> dict[str, Any]:
         return {"installed": installed, "available": True, "version": version, "providers": providers}
     except CapabilityError as exc:
         return {"installed": installed, "available": False, "reason": str(exc)}
-
-
-def _kernels() -> dict[str, str | None]:
-    """The library of our own kernels and the instruction set that it uses, or the reason why there is none."""
-    path = kernels.library_path()
-    return {
-        "library": str(path) if path else None,
-        "instructions": instructions() if path else "",
-        "reason": kernels.why_missing(),
-    }
 
 
 def _damaged_models() -> Iterator[str]:
@@ -130,45 +118,32 @@ def _damaged_models() -> Iterator[str]:
 
 
 def _is_installed(package: str) -> bool:
-    try:
-        metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return any(True for _ in metadata.distributions(name=package))
 
 
 def verdict(report: dict[str, Any]) -> str:
     """One line that says whether all is well."""
     if report["problems"]:
         return f"Not ready: {counted(len(report['problems']), 'problem')}, said below"
-    own, engines = report["kernels"], report["engines"]
+    own, llama, onnx = report["kernels"], report["engines"]["llamacpp"], report["engines"]["onnx"]
     runs = [f"GGUF models on edgespec's kernels ({own['instructions']})"] if own["library"] else []
-    runs += ["on llama.cpp"] if engines["llamacpp"]["available"] else []
-    runs += ["ONNX models"] if engines["onnx"]["available"] else []
-    slow = "" if own["library"] else "; GGUF models would be faster with the kernels, which are not built"
-    gpu = (
-        ""
-        if engines["llamacpp"].get("gpu_offload") or not gpu_backend()
-        else "; the GPU is not used, the command for it is below"
-    )
-    return f"Ready: {', '.join(runs)} with {counted(report['threads'], 'thread')}{slow}{gpu}"
+    runs += ["on llama.cpp"] if llama["available"] else []
+    runs += ["ONNX models"] if onnx["available"] else []
+    said = f"Ready: {', '.join(runs)} with {counted(report['threads'], 'thread')}"
+    if not own["library"]:
+        said += "; GGUF models would be faster with the kernels, which are not built"
+    if gpu_backend() and not llama.get("gpu_offload"):
+        said += "; the GPU is not used, the command for it is below"
+    return said
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
-    own, onnx, llama, backend = (
-        report["kernels"],
-        report["engines"]["onnx"],
-        report["engines"]["llamacpp"],
-        gpu_backend(),
-    )
+    own, llama, onnx = report["kernels"], report["engines"]["llamacpp"], report["engines"]["onnx"]
+    backend = gpu_backend()
     yield f"edgespec {report['edgespec']}, Python {report['python']}, {report['platform']}"
     yield f"processor: {report['cpu']['name']}, {report['threads']} threads used of {report['cpu']['logical_cores']}"
     yield "kernels: " + (f"{own['instructions']}, {own['library']}" if own["library"] else f"none: {own['reason']}")
-    if not llama["available"]:
-        yield f"engine llamacpp: {'NOT available' if llama['installed'] else llama['reason']}"
-        if backend:
-            yield f"for this machine's GPU ({GPUS[backend]}): {build_command(backend)}"
-    else:
+    if llama["available"]:
         yield f"engine llamacpp: llama-cpp-python {llama['version']}"
         for device in llama["devices"]:
             memory = f", {device['total_bytes'] / 2**30:.1f} GiB" if device["total_bytes"] else ""
@@ -178,6 +153,10 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         yield "to use the GPU: -ngl auto" if llama["gpu_offload"] else build
         how = "yes (edgespec rpc-server, --rpc)" if llama["rpc"] else f"not in this build: {build_command('rpc')}"
         yield f"several machines (RPC): {how}"
+    else:
+        yield f"engine llamacpp: {'NOT available' if llama['installed'] else llama['reason']}"
+        if backend:
+            yield f"for this machine's GPU ({GPUS[backend]}): {build_command(backend)}"
     found = f"{onnx['version']}; providers: {', '.join(onnx['providers'])}" if onnx["available"] else onnx["reason"]
     yield f"engine onnx: {found}"
 

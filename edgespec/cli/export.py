@@ -43,11 +43,7 @@ if TYPE_CHECKING:
     "for SOURCE; none: not those that edgespec has for SOURCE either.",
 )
 @click.option(
-    "--draft-quant",
-    "draft_quants",
-    multiple=True,
-    metavar="Q",
-    help="Type of the draft.  [default: --quant]",
+    "--draft-quant", "draft_quants", multiple=True, metavar="Q", help="Type of the draft.  [default: --quant]"
 )
 @click.option(
     "--exporter",
@@ -143,8 +139,7 @@ def _print(folder: Path, made: Mapping[str, int], figures: Mapping[str, Any]) ->
         click.echo(f"  {name}  {as_size(size)}")
     for line in check_lines(figures):
         click.echo(line)
-    is_plain = not folder.is_absolute() and len(folder.parts) == 1  # which the registry would look up first
-    path = f"./{folder}" if is_plain else str(folder)
+    path = str(folder) if folder.is_absolute() else f"./{folder}"  # the registry would look up a plain name first
     click.echo(f"run it: {run_command(path, read_pair(folder).files['target'])}")
 
 

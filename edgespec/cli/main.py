@@ -20,13 +20,7 @@ import click
 
 from edgespec import __version__
 from edgespec.cli import as_typed, has_escapes, help_all_option, printable, shows_all
-from edgespec.errors import (
-    CapabilityError,
-    EdgespecError,
-    UsageError,
-    VocabularyMismatch,
-    spoken_on_the_command_line,
-)
+from edgespec.errors import CapabilityError, EdgespecError, UsageError, VocabularyMismatch, spoken_on_the_command_line
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 # Modules are imported when their command runs: `edgespec --help` must not pay for numpy, jinja2 or an engine.
@@ -190,9 +184,9 @@ class _Notes(logging.Handler):
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Run language models on this machine, faster through speculative decoding."""
-    from edgespec.cli.terminal import begin_command
+    from edgespec.cli.terminal import set_verbosity
 
-    begin_command()
+    set_verbosity("normal")
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -27,8 +27,8 @@ from edgespec.loading.catalogue import Entry, entries, entry_called
 from edgespec.loading.download import OnBytes
 from edgespec.loading.drafts import Aim, Candidate, find_aim, rank
 from edgespec.loading.model_facts import ModelFacts, size_label
+from edgespec.loading.own_models import add as add_model
 from edgespec.loading.own_models import (
-    Listed,
     drafted_from,
     entry_bytes,
     fits,
@@ -37,7 +37,6 @@ from edgespec.loading.own_models import (
     pair_bytes,
     remove,
 )
-from edgespec.loading.own_models import add as add_model
 from edgespec.loading.pull import pull as pull_model
 from edgespec.loading.registry import is_known, resolve
 from edgespec.loading.requirements import resolve_pair
@@ -62,17 +61,15 @@ def ls(everything: bool, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(each) for each in shown]))
         return 0
-    _show_list(shown)
+    rows = [("name", "size", "fits", "state", "draft", "")]
+    for m in shown:
+        size = f"{'~' if m.is_guess else ''}{m.bytes / 1e9:.2f} GB"
+        rows.append((m.name, size, _FITS[m.fits], m.state, m.draft, printable(m.description)))
+    for number, line in enumerate(aligned(rows, right=(1,))):
+        click.echo(line if number else click.style(line, bold=True))
     if not everything:
         note(f"{len(known)} more can be pulled: edgespec ls --all. A file runs as it is: edgespec chat ./FILE.gguf")
     return 0
-
-
-def _show_list(models: Sequence[Listed]) -> None:
-    rows = [("name", "size", "fits", "state", "draft", "")]
-    rows += [(m.name, _size(m), _FITS[m.fits], m.state, m.draft, printable(m.description)) for m in models]
-    for number, line in enumerate(aligned(rows, right=(1,))):
-        click.echo(line if number else click.style(line, bold=True))
 
 
 @click.command("show")
@@ -80,10 +77,24 @@ def _show_list(models: Sequence[Listed]) -> None:
 def show(name: str) -> int:
     """Show what a model is and can do, the memory it takes and its files; of one to pull, where it comes from."""
     entry = None if is_known(name) else entry_called(name.partition(":")[0]) or entry_called(name)
-    if entry is None:
-        return _show_here(name)
-    _show_entry(entry)
-    click.echo(f"get it: edgespec pull {entry.name}")
+    if entry is not None:
+        _show_entry(entry)
+        click.echo(f"get it: edgespec pull {entry.name}")
+        return 0
+    pair = resolve(name)
+    for file in pair.files.values():
+        if file.is_gguf:
+            check_gguf(file.path)
+    click.echo(f"{pair.name}: {printable(pair.description) or 'on this machine'}")
+    for line in aligned(card(LoadOptions(model=name), pair)):
+        click.echo(f"  {printable(line)}")
+    for role, file in (*pair.files.items(), *((f"{kind} heads", file) for kind, file in pair.heads.items())):
+        parts = f", {len(file.all_files)} files" if file.parts else ""
+        click.echo(f"{role}: {file.path}, {file.all_bytes / 1e6:.1f} MB{parts}")
+    click.echo(
+        f"run it: {run_command(name, pair.files['target'])}"
+        + ("" if drafted_from(pair) else f"; drafts for it: edgespec drafts {quoted(name)}")
+    )
     return 0
 
 
@@ -105,24 +116,6 @@ def rm(names: tuple[str, ...]) -> int:
     for name in names:
         freed = remove(name)
         click.echo(f"removed: {name}" + (f", {freed / 1e6:.1f} MB" if freed else "; its files stay where they are"))
-    return 0
-
-
-def _show_here(name: str) -> int:
-    pair = resolve(name)
-    for file in pair.files.values():
-        if file.is_gguf:
-            check_gguf(file.path)
-    click.echo(f"{pair.name}: {printable(pair.description) or 'on this machine'}")
-    for line in aligned(card(LoadOptions(model=name), pair)):
-        click.echo(f"  {printable(line)}")
-    for role, file in (*pair.files.items(), *((f"{kind} heads", file) for kind, file in pair.heads.items())):
-        parts = f", {len(file.all_files)} files" if file.parts else ""
-        click.echo(f"{role}: {file.path}, {file.all_bytes / 1e6:.1f} MB{parts}")
-    click.echo(
-        f"run it: {run_command(name, pair.files['target'])}"
-        + ("" if drafted_from(pair) else f"; drafts for it: edgespec drafts {quoted(name)}")
-    )
     return 0
 
 
@@ -178,10 +171,6 @@ def _fit_of(num_bytes: int, *, has_draft: bool, is_guess: bool = False) -> str:
     answer = {True: "fits", False: "does not fit", None: "unknown whether it fits"}[fits(num_bytes)]
     size = f"{'about ' if is_guess else ''}{num_bytes / 1e9:.2f} GB{' with its draft' if has_draft else ''}"
     return f"{size}; {answer} into the memory that is available now"
-
-
-def _size(each: Listed) -> str:
-    return f"{'~' if each.is_guess else ''}{each.bytes / 1e9:.2f} GB"
 
 
 # -- pull

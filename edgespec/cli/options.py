@@ -33,17 +33,17 @@ class _Value(click.ParamType):  # type: ignore[type-arg]  # generic in newer rel
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+_MODEL = click.argument("model_name", metavar="[MODEL]", required=False, shell_complete=complete_model)
 
 
 def settings_options(
-    *parts: Part, leave_out: Collection[str] = (), hidden: Collection[str] = (), takes_models: bool = False
+    *parts: Part, leave_out: Collection[str] = (), hidden: Collection[str] = (), model: Callable[[Any], Any] = _MODEL
 ) -> Callable[[Function], Function]:
     """A decorator: MODEL, a flag for every setting of `parts`, and what every such command takes.
 
-    `hidden`: settings that the command refuses with a reason, so that --help does not offer them. `takes_models`: the
-    command takes any number of models, as `model_names`.
+    `hidden`: settings that the command refuses with a reason, so that --help does not offer them. `model`: the argument
+    for MODEL, of a command that takes several.
     """
-
     config: dict[str, Any] = {"type": FilePath(), "metavar": "FILE", "help": "Settings file, TOML"}
     common = (
         help_all_option("All options, every spelling", cls=GroupedOption),
@@ -54,14 +54,6 @@ def settings_options(
 
     def decorate(function: Function) -> Function:
         chosen = [s for s in SETTINGS if s.part in parts and s.name not in leave_out]
-        metavar = "[MODEL]..." if takes_models else "[MODEL]"
-        model = click.argument(
-            "model_names" if takes_models else "model_name",
-            metavar=metavar,
-            required=False,
-            nargs=-1 if takes_models else 1,
-            shell_complete=complete_model,
-        )
         settings = [_option(setting, hidden=setting.name in hidden) for setting in reversed(chosen)]
         for option in (*common, *settings, model):
             function = option(function)
@@ -93,11 +85,7 @@ def _option(setting: Setting, *, hidden: bool) -> Callable[[Function], Function]
 
 
 def resolve_settings(
-    given: Mapping[str, Any],
-    model_name: str | None,
-    config_file: Path | None,
-    *,
-    leave_out: Collection[str] = (),
+    given: Mapping[str, Any], model_name: str | None, config_file: Path | None, *, leave_out: Collection[str] = ()
 ) -> Settings:
     """What was given on the command line, over environment and config file. Raises ConfigError.
 
@@ -109,14 +97,6 @@ def resolve_settings(
             raise ConfigError(f"two models are given, {model_name!r} and --model {flags['model']!r}: keep one")
         flags["model"] = model_name
     return resolve(flags, config_file=config_file).without(leave_out)
-
-
-def require_speculation(settings: Settings, command: str) -> None:
-    """Raises ConfigError where speculation, which `command` compares with plain decoding, is turned off."""
-    for name, off in (("drafter", "none"), ("draft_length", 0)):
-        if settings.values.get(name) == off:
-            given = f"--{name.replace('_', '-')} {off} ({settings.sources[name]})"
-            raise ConfigError(f"{command} compares speculation with plain decoding, and {given} turns speculation off")
 
 
 def sampling_of(settings: Settings) -> Sampling:

@@ -15,7 +15,7 @@ from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import Fitted, chosen_context, fit, placed
-from edgespec.memory.plan import Plan, Room, planned
+from edgespec.memory.plan import Room, planned
 from edgespec.memory.watch import plan_object
 
 REFUSED = 2
@@ -50,21 +50,17 @@ def command(model_name: str | None, config_file: Path | None, as_json: bool, **g
 
 
 def _show(fitted: Fitted, refusal: str) -> None:
-    plan = fitted.plan
-    for line in _table(plan):
-        click.echo(line)
+    """A table without rich, whose import takes longer than the plan, and the verdict."""
+    plan, options = fitted.plan, fitted.options
+    sizes = [(part.name, *(as_size(size) if size else "" for size in (part.own, part.mapped))) for part in plan.parts]
+    together = ("together, at most", as_size(plan.own_bytes), as_size(plan.mapped_bytes))
+    rows = [(plan.name, "own memory", "mapped from files"), *sizes, together]
+    for number, line in enumerate(aligned(rows, right=(1, 2))):
+        click.echo(click.style(line, bold=number in (0, len(rows) - 1)))
     if plan.device_note:
-        layers = fitted.options.target_gpu_layers, fitted.options.draft_model_gpu_layers
-        experts = f" -ncmoe {fitted.options.cpu_moe_layers}" if fitted.options.cpu_moe_layers else ""
+        layers = options.target_gpu_layers, options.draft_model_gpu_layers
+        experts = f" -ncmoe {options.cpu_moe_layers}" if options.cpu_moe_layers else ""
         click.echo(plan.device_note + (f" (-ngl {layers[0]} -ngld {layers[1]}{experts})" if any(layers) else ""))
     for each in fitted.given_up:
         click.echo(f"given up: {each.text} ({each.flags})")
     click.echo(f"refused: {refusal}" if refusal else f"{fitted.verdict}")
-
-
-def _table(plan: Plan) -> list[str]:
-    """Parts in three columns; made here, as importing rich takes longer than the plan."""
-    sizes = [(part.name, *(as_size(size) if size else "" for size in (part.own, part.mapped))) for part in plan.parts]
-    together = ("together, at most", as_size(plan.own_bytes), as_size(plan.mapped_bytes))
-    lines = aligned([(plan.name, "own memory", "mapped from files"), *sizes, together], right=(1, 2))
-    return [click.style(line, bold=True) if line in (lines[0], lines[-1]) else line for line in lines]

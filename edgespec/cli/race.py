@@ -31,9 +31,9 @@ from edgespec.bench.runner import Task, Trial, run_trials
 from edgespec.bench.sweep import costs_of, reasons
 from edgespec.cli import FilePath, printable
 from edgespec.cli.main import FAILED, INTERRUPTED
-from edgespec.cli.options import SettingsCommand, require_speculation, resolve_settings, settings_options
+from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
 from edgespec.cli.run import encode_prompt, read_prompt
-from edgespec.cli.session import Session, open_session, show_beginning
+from edgespec.cli.session import Session, open_measured
 from edgespec.cli.terminal import note, stops
 from edgespec.config.options import PRINTING, REMEMBERING, STRUCTURE
 from edgespec.loading.drafts import PROMPTS
@@ -41,7 +41,7 @@ from edgespec.reports import TokenEvent
 
 DEFAULT_TOKENS = 128
 FRAMES_PER_SECOND = 12
-COLOURS = {"model": "cyan", "ngram": "yellow", "suffix": "magenta"}
+COLOURS = {None: "", "model": "cyan", "ngram": "yellow", "suffix": "magenta"}
 OTHER_COLOUR = "green"
 SVG_COLUMNS = 96
 _FRAME_LINES, _FRAME_COLUMNS = 2, 4  # what a panel's border takes
@@ -61,15 +61,13 @@ def command(
     1 when the texts differ in reproducible mode.
     """
     settings = resolve_settings(given, model_name, config_file)
-    require_speculation(settings, "race")
     if path is not None:
         check_picture("--svg", path)
     text = PROMPTS[0].text if prompt is None else read_prompt(prompt)
-    session = open_session(settings.below({"max_tokens": DEFAULT_TOKENS}, "race"))
+    session = open_measured(settings, "race", {"max_tokens": DEFAULT_TOKENS})
     with session.model as model:
         task = Task(BenchPrompt("race", text), tuple(encode_prompt(session, text)), session.sampling)
         model.stream(task.prompt_ids, session.sampling, session.options)  # checks the prompt; nothing runs
-        show_beginning(session, measures=True)
         return _race(session, task, path)
 
 
@@ -218,17 +216,13 @@ def legend(marks: Sequence[Mark]) -> Text:
     line = Text(f"tokens: {counts.pop(None, 0)} the target's own", style="dim", no_wrap=True, overflow="ellipsis")
     for name, count in counts.most_common():
         line.append(", ")
-        line.append(f"{count} drafted by {name}", style=f"not dim {_colour_of(name)}")
+        line.append(f"{count} drafted by {name}", style=f"not dim {COLOURS.get(name, OTHER_COLOUR)}")
     return line
-
-
-def _colour_of(drafter: str | None) -> str:
-    return "" if drafter is None else COLOURS.get(drafter, OTHER_COLOUR)
 
 
 def coloured(marks: Sequence[Mark]) -> Text:
     """The text of tokens, each in its drafter's colour."""
     text = Text(overflow="fold")
     for mark in marks:
-        text.append(printable(mark.event.text), style=_colour_of(mark.event.drafter))
+        text.append(printable(mark.event.text), style=COLOURS.get(mark.event.drafter, OTHER_COLOUR))
     return text

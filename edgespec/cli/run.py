@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import select
+import stat
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from edgespec.cli.chat import converse, settings_with_model
+from edgespec.cli.chat import command as chat
+from edgespec.cli.chat import settings_with_model
 from edgespec.cli.main import FAILED, INTERRUPTED
 from edgespec.cli.options import GroupedOption, SettingsCommand, settings_options
 from edgespec.cli.session import Session, open_session, require_chat_template, show_beginning
-from edgespec.cli.stdin import is_interactive, text_behind, whole_input
-from edgespec.cli.terminal import complain, length_note, stops
+from edgespec.cli.terminal import complain, counted, is_interactive, length_note, note, stops
 from edgespec.config.options import SessionOptions
 from edgespec.config.values import MAX_TOP_LOGPROBS
 from edgespec.errors import ConfigError, PromptError
 from edgespec.generation.handle import Result
 from edgespec.loading.registry import is_known
+from edgespec.platform.files import MAX_TEXT_BYTES
 from edgespec.reports import Stats
 
 STATS_KEYS = (
@@ -28,6 +32,7 @@ STATS_KEYS = (
     *("mean_accepted_length", "tokens_per_second", "prefill_s", "draft_s", "verify_s", "overhead_s", "wall_s"),
     *("peak_rss_bytes", "planned_bytes"),
 )
+FIRST_BYTE_S = 10.0
 
 
 @click.command("run", cls=SettingsCommand)
@@ -63,7 +68,7 @@ def command(
         raise ConfigError(f"two prompts are given, {' '.join(words)!r} and -p {prompt!r}: keep one")
     prompt = " ".join(words) if words else prompt
     if prompt is None and not as_json and is_interactive():
-        return converse(given, model_name, config_file)
+        return int(click.get_current_context().invoke(chat, model_name=model_name, config_file=config_file, **given))
     settings = settings_with_model(given, model_name, config_file)
     SessionOptions(**settings.part("session"))  # before the prompt is waited for
     if logprobs is not None and not as_json:
@@ -96,6 +101,39 @@ def read_prompt(prompt: str | None) -> str:
     except UnicodeEncodeError as exc:  # bytes of an argument that Python could not decode
         raise PromptError(f"-p is not UTF-8 text: invalid byte behind {exc.start} characters") from exc
     return prompt
+
+
+# With -p nobody has said that there is such text, so only a file or a pipe is read, as `program < FILE` and `other |
+# program` make them: a terminal, /dev/null and a socket (what Node.js gives its children) are not. A pipe may also be
+# one that a supervisor never writes to and never closes, so its first byte is waited for only so long.
+def whole_input() -> str:
+    """All of standard input. Raises PromptError for what is no text."""
+    data = sys.stdin.buffer.read(MAX_TEXT_BYTES + 1)
+    if len(data) > MAX_TEXT_BYTES:
+        raise PromptError(f"standard input has more than {MAX_TEXT_BYTES >> 20} MiB: give less text")
+    try:
+        return data.decode("utf-8-sig").removesuffix("\n")
+    except UnicodeDecodeError as exc:
+        raise PromptError(f"standard input is not UTF-8 text: {exc.reason} at byte {exc.start}") from exc
+
+
+def text_behind() -> str:
+    """What a file or a pipe on standard input holds; empty where there is neither. Raises PromptError."""
+    try:
+        descriptor = sys.stdin.fileno()
+        mode = os.fstat(descriptor).st_mode
+    except (OSError, ValueError):  # closed, or no file at all
+        return ""
+    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+        return ""
+    if os.name != "nt" and not select.select([descriptor], [], [], FIRST_BYTE_S)[0]:
+        note(f"no data on standard input in {FIRST_BYTE_S:.0f} s: answering without it (< /dev/null does at once)")
+        return ""
+    text = whole_input()
+    if not text.strip():
+        return ""
+    note(f"standard input: {counted(len(text), 'character')} behind the prompt")
+    return text
 
 
 def encode_prompt(session: Session, text: str) -> list[int]:

@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from edgespec.chat.template import read_template
+from edgespec.cli import complete_model
 from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
 from edgespec.cli.session import open_session, show_beginning
 from edgespec.cli.terminal import note, stop_waiting
@@ -40,7 +41,7 @@ _HTTP_ONLY = ("host", "port", "api_key", "exit_with_stdin", "cors_origin", "allo
 @settings_options(
     *("load", "generate", "sampling", "session", "serve"),
     leave_out=("stop", "ignore_eos", *STRUCTURE, *_OF_ONE_ANSWER),
-    takes_models=True,
+    model=click.argument("model_names", metavar="[MODEL]...", nargs=-1, shell_complete=complete_model),
 )
 def command(model_names: tuple[str, ...], config_file: Path | None, **given: Any) -> int:
     """Serve models to other programs: OpenAI's API over HTTP, or JSON lines with --stdio.
@@ -90,12 +91,9 @@ def _announce(url: str) -> None:
     """One line on standard output once the server answers: text for a person, JSON for a program."""
     from edgespec import __version__
 
-    line = {"event": "listening", "url": url, "pid": os.getpid(), "version": __version__}
-    click.echo(
-        f"Listening on {url}, a page for people and APIs for programs (Ctrl-C stops)"
-        if sys.stdout.isatty()
-        else json.dumps(line)
-    )
+    person = f"Listening on {url}, a page for people and APIs for programs (Ctrl-C stops)"
+    program = {"event": "listening", "url": url, "pid": os.getpid(), "version": __version__}
+    click.echo(person if sys.stdout.isatty() else json.dumps(program))
     sys.stdout.flush()
 
 

@@ -77,10 +77,8 @@ class Session:
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation. Raises as `encode_chat`."""
-        chosen = self.shown.thinking
-        prompt_ids = self.model.encode_chat(
-            messages, template_arguments=None if chosen is None else {"enable_thinking": chosen}
-        )
+        chosen = {} if self.shown.thinking is None else {"enable_thinking": self.shown.thinking}
+        prompt_ids = self.model.encode_chat(messages, template_arguments=chosen)
         return before_structure(self.model.target.vocabulary, prompt_ids, self.options, answer_prefix(messages))
 
     @property
@@ -154,6 +152,20 @@ def open_session(settings: Settings, *, remembers: bool = False, parallel: NumSe
     return session
 
 
+def open_measured(settings: Settings, command: str, usual: Mapping[str, Any]) -> Session:
+    """As `open_session`, for a command that compares speculation with plain decoding, with all that it runs with shown.
+
+    `usual`: its own defaults. Raises ConfigError where speculation is turned off.
+    """
+    for name, off in (("drafter", "none"), ("draft_length", 0)):
+        if settings.values.get(name) == off:
+            given = f"--{name.replace('_', '-')} {off} ({settings.sources[name]})"
+            raise ConfigError(f"{command} compares speculation with plain decoding, and {given} turns speculation off")
+    session = open_session(settings.below(usual, command))
+    show_beginning(session, measures=True)
+    return session
+
+
 def require_chat_template(settings: Settings, *, is_chat: bool = False) -> None:
     """Check, before anything is loaded, that the model has the chat template that is wanted.
 
@@ -223,11 +235,11 @@ class Chat:
     def say_again(self) -> None:
         """Answer the last message again with the next seed; the same seed would give the same text."""
         before = self.conversation.copy()
-        if not self.conversation.regen():
+        if (text := self.conversation.undo()) is None:
             reply("there is nothing to answer yet")
             return
-        seed = self.session.seed + 1
-        seed = seed if seed < 1 << 64 and seed != RANDOM_SEED else 0
+        self.conversation.ask(text)
+        seed = (self.session.seed + 1) % (1 << 64)  # never -1, which is any
         self.session.settings = self.session.settings.above({"seed": seed}, HERE)
         is_greedy = self.session.sampling.temperature == 0
         reply("temperature 0: the answer will be the same" if is_greedy else f"seed {seed}")
@@ -244,12 +256,19 @@ class Chat:
 
     def _answer(self, before: Conversation, prefix: str = "") -> None:
         """Fit, generate, print, remember. `before`: what to return to when there is no answer; `prefix`: its begin."""
+        session = self.session
         try:
             self._make_room()
-            reasoning, text = self._generate(prefix)
+            prompt_ids = session.encode(self.conversation.messages)
+            printer = session.printer(prompt_ids, prefix)
+            answer = session.model.stream(prompt_ids, session.sampling, replace(session.options, logprobs=False))
+            self.last = answer.stats
+            if printer.print_all(answer):
+                note("stopped")
         except BaseException:
             self.conversation = before
             raise
+        reasoning, text = printer.parts
         if prefix:
             self.conversation.continue_answer(text)
             if not text:
@@ -259,7 +278,7 @@ class Chat:
         else:
             self.conversation = before
             note(f"no answer{' after the reasoning' if reasoning else ''}; the message is dropped")
-        self.session.show_end(self.last, in_chat=True)
+        session.show_end(self.last, in_chat=True)
 
     def _make_room(self) -> None:
         model, wanted = self.session.model, self.session.options.max_tokens
@@ -270,18 +289,6 @@ class Chat:
         if dropped:
             oldest = counted(dropped, "exchange")
             note(f"the context of {model.context_length} tokens is full: dropped the oldest {oldest}")
-
-    def _generate(self, prefix: str) -> tuple[str, str]:
-        """(the reasoning, the answer behind `prefix`)."""
-        session = self.session
-        prompt_ids = session.encode(self.conversation.messages)
-        options = replace(session.options, logprobs=False)
-        printer = session.printer(prompt_ids, prefix)
-        answer = session.model.stream(prompt_ids, session.sampling, options)
-        self.last = answer.stats
-        if printer.print_all(answer):
-            note("stopped")
-        return printer.parts
 
 
 class SavedChat:

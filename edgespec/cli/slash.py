@@ -10,15 +10,7 @@ from edgespec.chat.conversation import Conversation
 from edgespec.cli.answer import readable
 from edgespec.cli.models import card
 from edgespec.cli.options import show
-from edgespec.cli.session import (
-    HERE,
-    Chat,
-    completed,
-    open_session,
-    require_chat_template,
-    show_beginning,
-)
-from edgespec.cli.stdin import file_text
+from edgespec.cli.session import HERE, Chat, completed, open_session, require_chat_template, show_beginning
 from edgespec.cli.terminal import configuration, counted, reply, stats_lines
 from edgespec.config.options import BY_KEY, OF_ONE_MODEL, SETTINGS, fresh_seed
 from edgespec.config.sources import Settings, find
@@ -26,7 +18,7 @@ from edgespec.config.table import CALLED, Setting, did_you_mean
 from edgespec.config.values import RANDOM_SEED, aligned
 from edgespec.errors import ConfigError, EdgespecError
 from edgespec.loading.registry import SUFFIXES, is_known
-from edgespec.platform.files import exists, expanded
+from edgespec.platform.files import exists, expanded, given_text
 from edgespec.platform.machine import reset_peak
 
 _SHOWN_CHARACTERS = 200  # of a message that is taken back
@@ -40,12 +32,8 @@ class Command(NamedTuple):
     run: Callable[[Chat, str], None]
 
 
-class _Leave(Exception):
-    """The user asked to leave."""
-
-
-def run_slash(chat: Chat, line: str) -> bool:
-    """Run one command line; False when the chat shall end. Raises ConfigError, StateError."""
+def run_slash(chat: Chat, line: str) -> None:
+    """Run one command line. Raises ConfigError, StateError, and EOFError for the one that leaves."""
     name, _, argument = line.partition(" ")
     name = _ALIASES.get(name, name)
     if name not in COMMANDS:
@@ -54,11 +42,7 @@ def run_slash(chat: Chat, line: str) -> bool:
     command = COMMANDS[name]
     if not argument.strip() and " " in command.usage and "[" not in command.usage:
         raise ConfigError(f"{name} alone does nothing; {command.usage}: {command.help}")
-    try:
-        command.run(chat, argument.strip())
-    except _Leave:
-        return False
-    return True
+    command.run(chat, argument.strip())
 
 
 def _nearest(name: str) -> str:
@@ -73,7 +57,7 @@ def _help(chat: Chat, argument: str) -> None:
 
 
 def _clear(chat: Chat, argument: str) -> None:
-    chat.conversation.clear()
+    chat.conversation.turns.clear()
     chat.attached.clear()
     reply("conversation cleared")
 
@@ -222,8 +206,16 @@ def _stats(chat: Chat, argument: str) -> None:
         reply(line)
 
 
+def file_text(name: str, source: str) -> str:
+    """The text of a file for a message, without the end of its last line. Raises ConfigError naming `source`."""
+    text = given_text(name, source).removesuffix("\n")
+    if not text.strip():
+        raise ConfigError(f"{source}: the file {name!r} holds no text")
+    return text
+
+
 def _exit(chat: Chat, argument: str) -> None:
-    raise _Leave
+    raise EOFError
 
 
 def _table(rows: list[tuple[str, ...]]) -> None:

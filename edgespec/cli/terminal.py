@@ -36,16 +36,10 @@ _waiting: list[OnProgress] = []
 _shown: list[Status] = []
 
 
-def begin_command() -> None:
-    """No verbosity was chosen yet."""
-    global _verbosity
-    _verbosity = "normal"
-
-
 def set_verbosity(chosen: Verbosity) -> None:
-    """Raises UsageError where the other one was chosen before."""
+    """Set to "normal" where a command begins. Raises UsageError where the other one was chosen before."""
     global _verbosity
-    if _verbosity not in ("normal", chosen):
+    if "normal" not in (chosen, _verbosity) and chosen != _verbosity:
         raise click.UsageError("--verbose and --quiet contradict each other: keep one")
     _verbosity = chosen
 
@@ -75,6 +69,11 @@ def detail(text: str) -> None:
 def complain(text: str) -> None:
     """One error line on stderr."""
     click.echo(printable(f"error: {' '.join(text.split())}"), err=True)
+
+
+def is_interactive() -> bool:
+    """Whether a person types and looks on."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def counted(count: int, noun: str) -> str:
@@ -159,17 +158,21 @@ def waiting(text: str) -> Iterator[OnProgress]:
         yield lambda done, total, what: None
         return
     from rich.console import Console  # takes as long as all else of a command that waits for nothing
+    from rich.text import Text
+
+    def shown(what: str) -> Text:
+        return Text(f"{what} (Ctrl-C stops)")
 
     seen = {text}
     status = None
     if sys.stderr.isatty() and has_escapes():
-        status = Console(stderr=True, highlight=False).status(_line(text), spinner="line", refresh_per_second=4)
+        status = Console(stderr=True, highlight=False).status(shown(text), spinner="line", refresh_per_second=4)
         status.start()
         _shown.append(status)
 
     def on_progress(done: int, total: int, what: str) -> None:
         if status is not None:
-            status.update(_line(f"{what}: {done} of {total}" if total else what))
+            status.update(shown(f"{what}: {done} of {total}" if total else what))
         elif what not in seen:
             seen.add(what)
             detail(what)
@@ -184,24 +187,16 @@ def waiting(text: str) -> Iterator[OnProgress]:
             status.stop()
 
 
-def _line(text: str) -> Text:
-    from rich.text import Text
-
-    return Text(f"{text} (Ctrl-C stops)")
-
-
 def stop_waiting() -> None:
     """Take down what is shown of a wait in another thread that this process does not wait for any more."""
     for status in list(_shown):
         status.stop()
 
 
-def report_progress(text: str) -> bool:
-    """Show `text` as what is being waited for; False where nothing is."""
-    if not _waiting:
-        return False
-    _waiting[-1](0, 0, text)
-    return True
+def report_progress(text: str) -> None:
+    """Show `text` as what is being waited for, if anything is."""
+    if _waiting:
+        _waiting[-1](0, 0, text)
 
 
 # -- Ctrl-C while an answer is being made: the first one ends the answer, a second one the program
@@ -211,6 +206,9 @@ def report_progress(text: str) -> bool:
 def stops(cancel: Callable[[], None]) -> Iterator[threading.Event]:
     """Within the block, Ctrl-C calls `cancel` instead of raising, and sets the event, at which the block looks and does
     not wait for it: the handler runs in its thread. A second one raises KeyboardInterrupt.
+
+    `cancel` is called from a thread of its own, too: Python runs handlers of signals only when a library's call
+    returns, and a pass over a long prompt may take half a minute.
     """
     interruption = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -223,20 +221,6 @@ def stops(cancel: Callable[[], None]) -> Iterator[threading.Event]:
         interruption.set()
         cancel()
 
-    previous = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        with _called_at_once(cancel):
-            yield interruption
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
-@contextmanager
-def _called_at_once(cancel: Callable[[], None]) -> Iterator[None]:
-    """Within the block, Ctrl-C calls `cancel` from a thread of its own, during a library's call too.
-
-    Python runs handlers of signals only when such a call returns, and a pass over a long prompt may take half a minute.
-    """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 
@@ -248,10 +232,12 @@ def _called_at_once(cancel: Callable[[], None]) -> Iterator[None]:
     listener = threading.Thread(target=listen, name="ctrl-c", daemon=True)
     with reader, writer:
         listener.start()
-        previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        handler = signal.signal(signal.SIGINT, on_interrupt)
+        descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         try:
-            yield
+            yield interruption
         finally:
-            signal.set_wakeup_fd(previous)
+            signal.set_wakeup_fd(descriptor)
+            signal.signal(signal.SIGINT, handler)
             writer.close()
             listener.join()

@@ -124,24 +124,15 @@ class AutoController(Controller):
             if name not in self._dropped:
                 drafter.begin(prompt_ids)
         self._unused.clear()
-        self._take_back()
+        self._left_out &= self._dropped  # what failed in the last one may be asked again
         self._round, self._is_new, self._was_wide, self._prefill_s = None, True, False, prefill_s
-        self._open_bank()
-
-    def _open_bank(self) -> None:
-        self.bank.at_load(self.costs.num_sequences)
-        self.bank.open(2 * c.START_PASSES * self.costs.curve.at(1), self._prefill_s)
-
-    def leave_out(self) -> str:
-        self._round = None
-        return super().leave_out()
+        self.bank.open(2 * c.START_PASSES * self.costs.curve.at(1), prefill_s)
 
     # -- deciding
 
     def proposing(self, request: DraftRequest) -> Passes[Proposal]:
         costs, bank = self.costs, self.bank
         self._context_ids = request.token_ids
-        bank.at_load(costs.num_sequences)
         if self._is_new:  # a request tells the kind of the whole answer
             self._is_new = False
             self._states = self._of_kind(kind_of(request, self._prompt_tokens))
@@ -175,10 +166,9 @@ class AutoController(Controller):
             trial = request._replace(should_continue=while_it_may_pay(state.calibrator.predictor(), prices, asked))
             draft = request.sampler.permitted(drafter.draft(trial), request.token_ids)
             if draft.num_tokens:
-                confidences = state.confidences(draft, asked)
-                found.offers.append(
-                    Offer(name, draft, confidences, *best_length(confidences, prices, draft.num_tokens))
-                )
+                count = draft.num_tokens
+                confidences = asked[:count] if len(asked) >= count else state.confidences(draft)
+                found.offers.append(Offer(name, draft, confidences, *best_length(confidences, prices, count)))
         return found
 
     def _consider(self, found: Round, name: str, request: DraftRequest) -> None:
@@ -290,7 +280,6 @@ class AutoController(Controller):
         llama.cpp plans its graph anew. Speculation pays for that, and the pass says nothing of what plain ones cost.
         """
         costs, bank, is_plain = self.costs, self.bank, record.drafter is None
-        bank.at_load(costs.num_sequences)
         pass_s = min(record.verify_s, (1.0 + c.LATE) * costs.pass_s(record.width))
         was_wide, self._was_wide = self._was_wide and not costs.is_shared, not is_plain
         if is_plain:
@@ -308,8 +297,8 @@ class AutoController(Controller):
         if is_telling and not costs.was_shared and not (curve.is_sure_of_plain and record.is_disturbed):
             curve.observe(record.width, record.verify_s)
         if bank.is_guessed and curve.is_sure_of_plain:
-            bank.scale(c.START_PASSES * curve.at(1))
-            self._open_bank()
+            bank.balance_s = c.START_PASSES * curve.at(1) + bank.share * self._prefill_s
+            bank.stalls, bank.is_guessed = 0, False
         return work_s, pass_s
 
     def _learn_paid(self, paid: Offer, decided: Round, record: RoundRecord, rows_s: float) -> None:

@@ -60,10 +60,6 @@ class Controller(ABC):
         self._dropped.update(names)
         self._left_out.update(names)
 
-    def _take_back(self) -> None:
-        """A generation begins: what failed in the last one may be asked again."""
-        self._left_out &= self._dropped
-
     @abstractmethod
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
         """Learn the outcome of the last proposal and the cost of the round."""
@@ -78,7 +74,7 @@ class FixedLength(Controller):
         self._forced, self._predicted = ForcedDrafter(), PredictedDrafter()
 
     def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None) -> None:
-        self._take_back()  # one may be dropped while the prompt is read, by another answer of the batch
+        self._left_out &= self._dropped  # one may be dropped while the prompt is read, by another answer of the batch
         self._drafter.begin(prompt_ids)
         self._predicted.begin(prompt_ids)
 

@@ -102,16 +102,10 @@ class DrafterState:
     probe_in: int = 0
     allowed: float = c.TRIAL_TOKENS
 
-    def confidences(self, draft: Draft, known: Sequence[float] = ()) -> list[float]:
-        """The confidence in each token of a draft: calibrated, or the drafter's own if it gives no evidence.
-
-        `known`: those of its first tokens, or more.
-        """
-        if not draft.evidence:
-            own: list[float] = draft.confidences.tolist()
-            return own
-        missing = draft.evidence[len(known) :]
-        return [*known[: draft.num_tokens], *(map(self.calibrator.predictor(), missing) if missing else ())]
+    def confidences(self, draft: Draft) -> list[float]:
+        """The confidence in each token of a draft: calibrated, or the drafter's own if it gives no evidence."""
+        own: list[float] = draft.confidences.tolist()
+        return list(map(self.calibrator.predictor(), draft.evidence)) if draft.evidence else own
 
     def learn(self, draft: Draft, accepted: int) -> None:
         """The first `accepted` tokens of a chain were accepted and the next one, if there is one, was rejected."""

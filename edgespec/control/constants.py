@@ -1,7 +1,6 @@
-"""Every number that was chosen rather than derived, with the reason for it. Seconds end in _S, shares are of one.
+"""Numbers that were chosen, with the reason for each; docs/benchmarks/control.md says what they gain.
 
-"Passes" are passes of the target; a plain pass has one row. Constants that only count or name things stay where they
-are used. docs/benchmarks/control.md says what the mechanisms behind them gain.
+Seconds end in _S, shares are of one, and passes are the target's; a plain pass has one row.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ USUAL_CONFIDENCE = 0.8  # of a first draft's tokens
 
 # -- confidence: evidence to probability
 MOST_PROBABILITY = 0.995  # no token is certain, nor impossible
-PRECISION, LOGISTIC_MEMORY = (
-    4.0,
-    0.998,
-)  # of the prior of slopes, against 1 of the bias; decay of what was seen, per outcome
+PRECISION = 4.0  # of the prior of slopes, against 1 of the bias
+LOGISTIC_MEMORY = 0.998  # decay of what was seen, per outcome
 ERROR_MEMORY = 0.9  # decay of the recent error
 
 # -- cost of passes and drafts

@@ -28,32 +28,21 @@ from edgespec.platform.disk_cache import Seconds
 WIDEST = 65  # rows of the widest pass that has a price
 _WIDTHS = np.arange(WIDEST + 1)
 _FIRST_PLAIN = 2
-BEND = 8  # rows up to which our kernels are bound by reading the weights, and beyond by computing
 _BELIEVED = 3  # large deviations in a row that are believed
 _GUESSED_BYTES_PER_S, _GUESSED_PASS_S = 1e10, 2e-4  # the unit of time until the first plain passes were timed
 Array = NDArray[np.float64]
-
-
-_EachWidth = Meta(min_length=WIDEST + 1, max_length=WIDEST + 1)
 _Row: TypeAlias = Annotated[float, Meta(ge=0, le=c.MOST_ROW)]
-_Passes: TypeAlias = Annotated[float, Meta(ge=0, le=c.MOST_OWN_PASSES)]
-
-
-class _Kept(msgspec.Struct):
-    """What a curve learnt: seconds of a plain pass; by width, what a row costs and how many passes that counts for.
-
-    `seen`: passes over several rows.
-    """
-
-    plain: Seconds
-    rows: Annotated[list[_Row], _EachWidth]
-    passes: Annotated[list[_Passes], _EachWidth]
-    seen: Annotated[int, Meta(ge=0)]
-
-
 _OCTAVES = np.log2(np.maximum(_WIDTHS - 1, 1))
 _LIKENESSES: Array = np.exp(-np.abs(_OCTAVES[:, None] - _OCTAVES[None, :]) / c.LIKENESS)
 """[WIDEST + 1, WIDEST + 1]: how much a pass of one width says about another one."""
+
+
+class _Kept(msgspec.Struct):
+    """What a curve learnt: seconds of a plain pass, what a row costs by width, and passes over several rows `seen`."""
+
+    plain: Seconds
+    rows: Annotated[list[_Row], Meta(min_length=WIDEST + 1, max_length=WIDEST + 1)]
+    seen: Annotated[int, Meta(ge=0)]
 
 
 class CostCurve:
@@ -69,16 +58,13 @@ class CostCurve:
         """
         self.is_scaled = False  # its times are in seconds of this machine, and not a guess
         self._usual_s, self._low = plain_s, low  # of a plain pass, at the usual pace
-        # In plain passes, by width; beyond the bend no row is taken for cheap before one was timed.
-        beyond = np.maximum(_WIDTHS - BEND, 0) / np.maximum(_WIDTHS - low, 1)
-        self._rows: Array = row + (max(row, c.FIRST_ROW) - row) * beyond
+        self._further: Array = np.maximum(_WIDTHS - low, 0.0)  # rows that add to its time
+        self._rows: Array = np.full(WIDEST + 1, row)  # what each costs, in plain passes, by width
         self._passes = np.full(WIDEST + 1, c.GUESS_PASSES)  # that each of these counts for
         self._num_seen = 0  # passes over several rows
-        self._is_seen = np.zeros(WIDEST + 1, np.bool_)  # widths that were run
         self._plain_s: list[float] = []  # the first plain passes of this run
         self._drift = 0.0
         self._odd: list[tuple[int, float]] = []  # (width, deviation) of the last passes, where all were large
-        self._is_in_doubt = False  # wide passes were late again and again: a plain pass tells why
         self._shape = list[float]()
 
     def table(self) -> list[float]:
@@ -90,12 +76,8 @@ class CostCurve:
     def shape(self) -> list[float]:
         """The table at the machine's usual pace; another list when what a row costs has changed."""
         if not self._shape:
-            times = self._usual_s * (1.0 + np.maximum(_WIDTHS - self._low, 0) * self._rows)
+            times = self._usual_s * (1.0 + self._further * self._rows)
             times[0] = 0.0
-            # A width that was never run costs no less than narrower ones that were, and no more than wider ones.
-            least = np.maximum.accumulate(np.where(self._is_seen, times, 0.0))
-            most = np.minimum.accumulate(np.where(self._is_seen, times, np.inf)[::-1])[::-1]
-            times = np.where(self._is_seen, times, np.maximum(np.minimum(times, most), least))
             # Made non-decreasing: midway between the lowest such curve above the times and the highest one below.
             above, below = np.maximum.accumulate(times), np.minimum.accumulate(times[::-1])[::-1]
             self._shape = (0.5 * (above + below)).tolist()
@@ -119,6 +101,11 @@ class CostCurve:
     def is_sure_of_plain(self) -> bool:
         """Whether plain passes were timed in this run, and nothing is in doubt: all else is relative to them."""
         return self.is_scaled and bool(self._plain_s) and not self._is_in_doubt
+
+    @property
+    def _is_in_doubt(self) -> bool:
+        """Whether wide passes were late again and again: a plain pass tells why."""
+        return len(self._odd) >= _BELIEVED
 
     @property
     def is_sure_of_rows(self) -> bool:
@@ -169,10 +156,9 @@ class CostCurve:
         likeness = _LIKENESSES[width]
         weight = np.where(is_known | is_local, likeness, 1.0)
         moved = weight * (seen - row) / (np.maximum(self._passes, self._passes[width]) + 1.0)
-        self._rows = np.clip(self._rows + moved, 0.0, c.MOST_ROW)
-        self._passes = np.minimum(self._passes + likeness**2, c.MOST_OWN_PASSES)
-        self._num_seen, self._is_seen[width] = self._num_seen + 1, True
-        self._shape = []
+        self._rows = np.minimum(np.maximum(self._rows + moved, 0.0), c.MOST_ROW)
+        self._passes = np.minimum(self._passes + likeness * likeness, c.MOST_OWN_PASSES)
+        self._num_seen, self._shape = self._num_seen + 1, []
 
     def _note(self, width: int, surprise: float, *, is_plain: bool) -> None:
         """After three large deviations in one direction costs have changed, as behind a longer context.
@@ -182,13 +168,9 @@ class CostCurve:
         """
         if abs(surprise) <= c.MOST_SURPRISE or (self._odd and (self._odd[0][1] > 0) != (surprise > 0)):
             self._odd.clear()
-            self._is_in_doubt = False
         if abs(surprise) > c.MOST_SURPRISE:
             self._odd.append((width, surprise))
-        if len(self._odd) < _BELIEVED:
-            return
-        self._is_in_doubt = True
-        if is_plain:
+        if is_plain and self._is_in_doubt:
             self._resolve(surprise)
 
     def _resolve(self, surprise: float) -> None:
@@ -196,21 +178,16 @@ class CostCurve:
         for width, each in dict(self._odd).items():
             if width > self._low and abs(each - surprise) > c.MOST_SURPRISE:
                 self._learn_row(width, each - surprise, is_local=True)
-        if (
-            self._is_in_doubt and surprise < -c.MOST_SURPRISE
-        ):  # as behind a short context again: rows may be cheap there
-            self._rows = np.minimum(self._rows, c.FIRST_ROW)
-            self._shape = []
+        if self._is_in_doubt and surprise < -c.MOST_SURPRISE:  # as behind a short context again: rows may be cheap
+            self._rows, self._shape = np.minimum(self._rows, c.FIRST_ROW), []
         self._drift += surprise if self._is_in_doubt else min(surprise, c.MOST_SURPRISE)
-        self._is_in_doubt = False
         self._odd.clear()
 
     def to_json(self) -> dict[str, Any]:
         """What was learnt, for the next run; empty while no plain pass was timed."""
         if not self.is_scaled:
             return {}
-        plain_s, rows, passes = self._usual_s * self.pace, self._rows.tolist(), self._passes.tolist()
-        return {"plain": plain_s, "rows": rows, "passes": passes, "seen": self._num_seen}
+        return {"plain": self._usual_s * self.pace, "rows": self._rows.tolist(), "seen": self._num_seen}
 
     @classmethod
     def from_json(cls, kept: object, low: int = 1) -> Self | None:
@@ -220,7 +197,7 @@ class CostCurve:
         except msgspec.ValidationError:
             return None
         curve = cls(found.plain, low)
-        curve._rows, curve._passes = np.array(found.rows), np.array(found.passes)
+        curve._rows, curve._passes = np.array(found.rows), np.full(WIDEST + 1, c.FORMER_PASSES)
         curve._num_seen, curve.is_scaled = found.seen, True
         return curve
 
@@ -242,8 +219,7 @@ class DraftCost:
     read_s: float = 0.0
     is_relative: bool = False
     is_once: bool = False
-    _seen: int = field(default=0, init=False)
-    _read: int = field(default=0, init=False)
+    num_seen: int = field(default=0, init=False)  # drafts that were timed
     _among: dict[int, DraftCost] = field(default_factory=dict, init=False)
 
     @classmethod
@@ -256,11 +232,6 @@ class DraftCost:
         """A plain pass takes `plain_s`: convert to seconds."""
         if self.is_relative:
             self.token_s, self.read_s, self.is_relative = self.token_s * plain_s, self.read_s * plain_s, False
-
-    @property
-    def is_observed(self) -> bool:
-        """Whether a draft was timed."""
-        return self._seen > 0
 
     def among(self, num_sequences: int) -> DraftCost:
         """The cost to one of `num_sequences` that draft together: its share of their passes, a guess until timed."""
@@ -290,14 +261,12 @@ class DraftCost:
             return
         # The first drafts count for more: the initial values are guesses, or from bare passes.
         if num_uncached > 4 * num_tokens and self.token_s:
-            self._read += 1
-            reading_s = max(seconds - self.of(num_tokens, 0), 0.0) / num_uncached
-            self.read_s = moved(self.read_s, reading_s, max(1.0 / (self._read + 1), c.COST_RATE))
+            self.read_s = moved(self.read_s, max(seconds - self.of(num_tokens, 0), 0.0) / num_uncached)
         elif num_uncached <= 2 * num_tokens + 2:
-            self._seen += 1
+            self.num_seen += 1
             own_s = max(seconds - num_uncached * self.read_s, 0.1 * seconds)
             token_s = own_s if self.is_once else own_s / num_tokens
-            self.token_s = moved(self.token_s, token_s, max(1.0 / (self._seen + 1), c.COST_RATE))
+            self.token_s = moved(self.token_s, token_s, max(1.0 / (self.num_seen + 1), c.COST_RATE))
 
 
 def moved(old: float, seen: float, rate: float = c.COST_RATE) -> float:

@@ -6,6 +6,7 @@ What is learnt from every generation is used by later ones and kept on disk.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,92 +36,24 @@ if TYPE_CHECKING:
     from edgespec.corpus.texts import LearntTexts
 
 
-METHOD = 7  # part of the cache key: raise it when what is kept changes
+METHOD = 8  # part of the cache key: raise it when what is kept changes
 _LIBRARIES = {"llamacpp": "llama-cpp-python", "onnx": "onnxruntime"}
-
-
-class ModelCosts:
-    """What passes and drafts of a model cost here: kept from earlier runs, guessed, and learnt from answers alone.
-
-    `files`: the versions of each role's files that were loaded; raises OSError where one is gone already. `drafters`:
-    those of the first sequence of `target`, opened and closed meanwhile; they own the models.
-    """
-
-    def __init__(self, pair: ModelPair, target: CachedSequence, drafters: dict[DrafterName, Drafter]) -> None:
-        self.files = {role: tuple(map(file_key, pair.paths(role))) for role in pair.files}
-        self._target, self._drafters = target, drafters
-
-    @cached_property
-    def curve(self) -> CostCurve:
-        """What the target's passes cost on this machine, as far as known; refined by every pass."""
-        facts = self._target.engine.facts
-        low = facts.pinned_class[0] if facts.pinned_class else 1
-        kept = disk_cache.get("learnt costs", self._target_key)
-        guess = CostCurve(guessed_plain_s(facts.weight_bytes), low, facts.row_cost)
-        return CostCurve.from_json(kept, low) or guess
-
-    @cached_property
-    def drafts(self) -> dict[str, DraftCost]:
-        """What the tokens of each drafter with a model cost, as far as known."""
-        engines: dict[str, Engine | None] = {name: drafter.engine for name, drafter in self._drafters.items()}
-        costs = {name: self._known_draft(name, engine) for name, engine in engines.items() if engine is not None}
-        if self.curve.is_scaled:
-            for cost in costs.values():
-                cost.scale(self.curve.at(1))
-        return costs
-
-    @cached_property
-    def run(self) -> RunCosts:
-        """What all answers pay and earn, by `curve` and `drafts`."""
-        facts = self._target.engine.facts
-        return RunCosts(self.curve, self.drafts, facts.threads, splits=facts.splits_passes)
-
-    def _known_draft(self, name: str, engine: Engine) -> DraftCost:
-        kept = disk_cache.get("draft costs", self._draft_key(name, engine), tuple[Seconds, Seconds])
-        if kept is not None:
-            return DraftCost(*kept)
-        target = self._target.engine.facts
-        cost = DraftCost.guessed(engine.facts.weight_bytes / max(target.weight_bytes, 1))
-        if target.device.startswith("rpc"):  # a pass of it waits for the network, which a draft does not
-            cost.scale(guessed_plain_s(target.weight_bytes))
-        return cost
-
-    def store(self, draft: DrafterName | None) -> None:
-        """For the next run; `draft`: the drafter that the pair's draft became."""
-        if kept := self.curve.to_json():
-            disk_cache.put("learnt costs", self._target_key, kept)
-        if draft is not None and (engine := self._drafters[draft].engine) is not None:
-            cost = self.drafts[draft]
-            if cost.is_observed and not cost.is_relative:
-                disk_cache.put("draft costs", self._draft_key(draft, engine), [cost.token_s, cost.read_s])
-
-    @property
-    def _target_key(self) -> str:
-        return cost_key(self._target.engine, self.files["target"])
-
-    def _draft_key(self, name: str, engine: Engine) -> str:
-        return cost_key(engine, self.files[SPECS[name].roles[-1]])  # type: ignore[index]
 
 
 def cost_key(engine: Engine, files: Iterable[Path | FileVersion]) -> str:
     """A key of everything that the time of a pass depends on: files, library, machine, device, threads, cache."""
-    facts = engine.facts
+    from importlib.metadata import PackageNotFoundError, version  # 5 ms that only a first load needs
+
+    facts, library = engine.facts, ""
+    with suppress(KeyError, PackageNotFoundError):
+        library = version(_LIBRARIES[facts.name])
     return key_of(
         METHOD,
         [file_key(file) for file in files],
-        (facts.name, _library_version(facts.name), processor()),
+        (facts.name, library, processor()),
         (facts.device, facts.threads, facts.kv_bytes_per_token, facts.pinned_class),
         *((facts.placement,) if facts.placement else ()),
     )
-
-
-def _library_version(engine_name: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version  # 5 ms that only a first load needs
-
-    try:
-        return version(_LIBRARIES[engine_name])
-    except (KeyError, PackageNotFoundError):
-        return ""
 
 
 class DrafterPool:
@@ -141,7 +74,8 @@ class DrafterPool:
         self._dropped: tuple[DrafterName, ...] = ()  # closed to free their memory
         heads = {"": options.heads} if options.heads else {kind: file.path for kind, file in pair.heads.items()}
         self._heads = {kind: file_key(path) for kind, path in heads.items()}
-        self.costs: ModelCosts = ModelCosts(pair, target, drafters) if first is None else first.costs
+        # The versions that were loaded, by role; raises OSError where one is gone already.
+        self._files = {role: tuple(map(file_key, pair.paths(role))) for role in pair.files} if first is None else {}
         self.threads = self._thread_control() if first is None else None
         self._learnt: LearntTexts | None = None if first is None else first._learnt
         if first is None and options.learn:
@@ -150,19 +84,42 @@ class DrafterPool:
 
     def another(self, target: CachedSequence) -> DrafterPool:
         """The pool of another sequence of the target. It has those drafters that serve several sequences."""
-        found = {name: self._drafter_of(name, target.sequence) for name in self.drafters}
+        found = {name: drafter.another(target.sequence) for name, drafter in self.drafters.items()}
         drafters = {name: drafter for name, drafter in found.items() if drafter is not None}
         return DrafterPool(self._options, self._pair, target, drafters, self)
 
-    def _drafter_of(self, name: DrafterName, sequence: int) -> Drafter | None:
-        return self.drafter(name).another(sequence)
+    @cached_property
+    def costs(self) -> RunCosts:
+        """What passes and drafts cost here: kept from earlier runs or guessed, and learnt from answers alone."""
+        if self._first is not None:
+            return self._first.costs
+        facts, engines = self._target.engine.facts, [(name, each.engine) for name, each in self.drafters.items()]
+        low = facts.pinned_class[0] if facts.pinned_class else 1
+        curve = CostCurve.from_json(disk_cache.get("learnt costs", self._key(self._target.engine, "target")), low)
+        return RunCosts(
+            curve or CostCurve(guessed_plain_s(facts.weight_bytes), low, facts.row_cost),
+            {name: self._known_draft(name, engine) for name, engine in engines if engine is not None},
+            facts.threads,
+            splits=facts.splits_passes,
+        )
+
+    def _known_draft(self, name: DrafterName, engine: Engine) -> DraftCost:
+        kept = disk_cache.get("draft costs", self._key(engine, SPECS[name].roles[-1]), tuple[Seconds, Seconds])
+        if kept is not None:
+            return DraftCost(*kept)
+        target = self._target.engine.facts
+        cost = DraftCost.guessed(engine.facts.weight_bytes / max(target.weight_bytes, 1))
+        if target.device.startswith("rpc"):  # a pass of it waits for the network, which a draft does not
+            cost.scale(guessed_plain_s(target.weight_bytes))
+        return cost
+
+    def _key(self, engine: Engine, role: str) -> str:
+        return cost_key(engine, self._files[role])
 
     def _thread_control(self) -> ThreadControl | None:
         """Chooses the number of threads; None where the user did, or where the engine cannot change it."""
-        engine = self._target.engine
-        if self._options.threads is not None or engine.facts.threads == 1:
-            return None
-        if not engine.set_threads(engine.facts.threads):
+        engine, threads = self._target.engine, self._target.engine.facts.threads
+        if self._options.threads is not None or threads == 1 or not engine.set_threads(threads):
             return None
         return ThreadControl(engine.thread_steps(), self.use_threads)
 
@@ -171,7 +128,7 @@ class DrafterPool:
         self._target.engine.set_threads(threads)
         for drafter in self.drafters.values():
             drafter.set_threads(threads)
-        self.costs.run.use_threads(threads)
+        self.costs.use_threads(threads)
 
     def has(self, options: GenerateOptions) -> bool:
         """Whether this sequence has the drafter that `options` ask for."""
@@ -232,7 +189,7 @@ class DrafterPool:
                 names = [each for each in names if each in shared.drafters and self._can_have(each)]
             drafters |= {each: self.drafter(each) for each in names}
             share, usual = self._options.max_slowdown, self._target.engine.facts.max_slowdown
-            found = AutoController(drafters, self.costs.run, usual if share is None else share, first=shared)
+            found = AutoController(drafters, self.costs, usual if share is None else share, first=shared)
             if shared is None:
                 found.restore(disk_cache.get("learnt", self._learnt_key(name)))
             self._automatic[name] = found
@@ -249,13 +206,10 @@ class DrafterPool:
 
     def drafter(self, name: DrafterName) -> Drafter:
         """The drafter of that name. Raises CapabilityError for one that this pair does not have."""
-        if name not in self.drafters and self._first is not None:
-            found = self._first._drafter_of(name, self._target.sequence)
-            if found is not None:
-                self.drafters[name] = found
         if name not in self.drafters:
-            vocabulary = self._target.engine.vocabulary
-            self.drafters[name] = made(name, self._options, vocabulary, self.drafters, self._pair.name)
+            found = None if self._first is None else self._first.drafter(name).another(self._target.sequence)
+            vocabulary, pair = self._target.engine.vocabulary, self._pair.name
+            self.drafters[name] = found or made(name, self._options, vocabulary, self.drafters, pair)
         return self.drafters[name]
 
     @property
@@ -285,12 +239,20 @@ class DrafterPool:
     def keep(self) -> None:
         """Store costs and confidences for the next run. Raises OSError."""
         controllers, self._automatic = self._automatic, {}
-        if controllers:
-            self.costs.store(self.draft_name)
+        if not controllers:
+            return
+        curve, drafts = self.costs.usual
+        if kept := curve.to_json():
+            disk_cache.put("learnt costs", self._key(self._target.engine, "target"), kept)
+        if (draft := self.draft_name) is not None and (engine := self.drafters[draft].engine) is not None:
+            cost = drafts[draft]
+            if cost.num_seen and not cost.is_relative:
+                key = self._key(engine, SPECS[draft].roles[-1])
+                disk_cache.put("draft costs", key, [cost.token_s, cost.read_s])
         for name, controller in controllers.items():
             disk_cache.put("learnt", self._learnt_key(name), controller.to_json())
 
     def _learnt_key(self, name: DrafterName) -> str:
-        files = [cost_key(self._target.engine, versions) for versions in self.costs.files.values()]
+        files = [cost_key(self._target.engine, versions) for versions in self._files.values()]
         heads = [version for kind, version in self._heads.items() if kind in ("", name)]
         return key_of(name, files, heads, self._options.exit_layer)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from edgespec.control import constants as c
 from edgespec.control.confidence import Predictor
-from edgespec.control.cost import BEND, WIDEST, CostCurve, DraftCost, moved
+from edgespec.control.cost import WIDEST, CostCurve, DraftCost, moved
 from edgespec.types import Draft, Evidence
 
 _WIDTHS = c.MAX_AUTO_LENGTH + c.FORESIGHT + 2  # that have prices
@@ -51,6 +51,7 @@ class RunCosts:
         self, curve: CostCurve, drafts: Mapping[str, DraftCost], threads: int = 1, *, splits: bool = False
     ) -> None:
         self.curve, self.drafts, self.splits = curve, dict(drafts), splits
+        self.usual = self.curve, self.drafts  # with this number of threads
         self.round_s = self.choosing_s = 0.0  # the overhead of a round; choosing one token when nothing is drafted
         self._known: dict[int, tuple[CostCurve, dict[str, DraftCost]]] = {}  # by threads
         self._threads = threads  # of the costs in use
@@ -90,11 +91,6 @@ class RunCosts:
             self._seconds *= self.plain_s() / before_s
 
     @property
-    def num_sequences(self) -> int:
-        """How many decode in the next passes."""
-        return self._sharing[0]
-
-    @property
     def is_shared(self) -> bool:
         """Whether the next passes hold rows of other sequences."""
         return self._sharing[:2] != (1, 0)
@@ -102,7 +98,7 @@ class RunCosts:
     @property
     def most_rows(self) -> int:
         """How many rows of one sequence have a known cost; always a few, even beside a prompt (no logits)."""
-        return max(WIDEST - self._sharing[1], BEND + 1)
+        return max(WIDEST - self._sharing[1], 9)
 
     def draft(self, name: str) -> DraftCost:
         """What a drafter's tokens cost, given the sequences that share the next passes."""
@@ -136,10 +132,12 @@ class RunCosts:
         """Seconds of rounds, with the overhead if something is drafted; the rate is no less than a plain round's."""
         shape, pace = self.curve.shape, self.curve.pace
         if self._made_of[0] is not shape or self._made_of[1] is not self._sharing:
-            self._unit = [0.0, *(self.pass_s(rows) / pace for rows in range(1, _WIDTHS))]
+            shared = (self.pass_s(rows) / pace for rows in range(1, _WIDTHS))
+            self._unit = [0.0, *shared] if self.is_shared else shape[:_WIDTHS]
             self._made_of, self._ahead = (shape, self._sharing), least_ahead(self._unit)
-        plain_s, *further = (pace * pass_s for pass_s in self._unit[1:])
-        pass_s = [0.0, plain_s, *(each_s + self.round_s for each_s in further)]
+        plain_s, round_s = pace * self._unit[1], self.round_s
+        pass_s = [pace * each_s + round_s for each_s in self._unit]
+        pass_s[:2] = 0.0, plain_s
         earned = self._tokens / self._seconds if self._seconds else 0.0
         return Prices(pass_s, [pace * ahead_s for ahead_s in self._ahead], max(earned, 1.0 / plain_s))
 
@@ -186,17 +184,14 @@ def least_ahead(pass_s: Sequence[float]) -> list[float]:
 
     A draft that is accepted so far with a probability below the rate times this cannot gain any more.
     """
-    last = len(pass_s) - 1
-    found, hull = [math.inf] * len(pass_s), [last]  # the lower convex hull of what is wider, the nearest corner last
-    for width in range(last - 1, -1, -1):
-        while True:
-            nearest = hull[-1]
-            least = (pass_s[nearest] - pass_s[width]) / (nearest - width)
-            if nearest == last or least < found[nearest]:
-                break
-            hull.pop()
-        found[width] = least
-        hull.append(width)
+    found = [math.inf] * len(pass_s)
+    corners = list(range(1, len(pass_s) + 1))  # the next one of the lower convex hull of what is wider
+    for width in reversed(range(len(pass_s) - 1)):
+        corner, least = width + 1, pass_s[width + 1] - pass_s[width]
+        while found[corner] <= least:
+            corner = corners[corner]
+            least = (pass_s[corner] - pass_s[width]) / (corner - width)
+        found[width], corners[width] = least, corner
     return found
 
 

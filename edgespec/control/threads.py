@@ -22,7 +22,7 @@ from typing import NamedTuple, Self
 
 from edgespec.control import constants as c
 
-_MOST_LATE, _CLIPPED = 1.0, 2.0  # a trial of more ends with a pass so late; largest lateness that counts in a mean
+_LEAST_LATE, _MOST_LATE = -1.0, 2.0  # limits of what the lateness of one pass counts for in a mean
 _LACKING_S, _LACKING_RATE = 0.12, 0.33  # seconds that the lacking cores are averaged over; most weight of one pass
 _LACKING_PRIOR_S = 0.03  # prior for that: so many seconds of passes that lacked nothing
 _MOST_WORSE = 0.3  # more threads are given up at once if the first pass is slower by this
@@ -115,7 +115,7 @@ class ThreadControl:
         seen = math.log(max(seconds, 1e-7))
         late = seen - self._usual.setdefault(rows, seen)
         if self._settling:
-            self._settle(late, seconds)
+            self._settling = False
             return True
         kept = math.exp(-min(seconds / _LACKING_S, _LACKING_RATE))
         self._recent_s = kept * self._recent_s + seconds
@@ -135,12 +135,6 @@ class ThreadControl:
         else:
             return self.lacking > c.CONTENDED / 2
         return is_contended
-
-    def _settle(self, late: float, seconds: float) -> None:
-        """A pass with a number of threads that was just set."""
-        trial, self._settling = self._trial, False
-        if trial is not None and trial.is_upward and late > trial.lateness + _MOST_LATE:
-            self._compare(trial, late, seconds)  # late enough to decide without another pass
 
     def _try(self, step: int) -> None:
         self._trial = Trial(self._at, self._level, step < self._at, self._at)
@@ -185,4 +179,4 @@ class ThreadControl:
 
 
 def _clipped(late: float) -> float:
-    return max(-_MOST_LATE, min(_CLIPPED, late))
+    return max(_LEAST_LATE, min(_MOST_LATE, late))

@@ -110,7 +110,7 @@ class ContinuousBatch:
 
     @property
     def _costs(self) -> RunCosts:
-        return self._executor.pool.costs.run
+        return self._executor.pool.costs
 
     @property
     def claims(self) -> list[Claim]:

@@ -36,6 +36,7 @@ MOST_SHARE = 0.5  # of the target's bytes: a larger draft hardly gains
 # of other families nobody tells, so that they count as clearly worse.
 RIGHT_OF_FAMILY, RIGHT_OF_OTHERS = 0.7, 0.5
 LEAST_COST = 0.05  # of a target's pass: what lies between two passes of a tiny draft
+BLOCKS, BLOCK_COST = ("dflash", "dspark"), 0.17  # of five layers beside a 1.5B, a token of the first four of a block
 LEAST_GAIN = 1.1  # over plain decoding; lookups, which cost nothing, gain as much
 _LONGEST = 8  # tokens of a draft that are thought of
 _NARROW_BITS = 4.5  # of a weight in Q4_0, which the kernels make of a draft's larger ones
@@ -314,8 +315,8 @@ def _to_pull(aim: Aim) -> Iterator[Candidate]:
         return
     for head in aim.entry.heads:
         why_not = "" if head.gguf else f"to be converted first: {head.command(aim.entry.name)}"
-        said, leaves_kernels = f"{head.kind} head made for {head.target}", head.kind != "mtp" and has_fast_kernels()
-        yield Candidate(head.gguf or head.repo, 0, said, why_not, None, True, leaves_kernels)
+        said, cost = f"{head.kind} head made for {head.target}", BLOCK_COST if head.kind in BLOCKS else LEAST_COST
+        yield Candidate(head.gguf or head.repo, 0, said, why_not, is_head=True, cost=cost)
     family: list[Candidate] = []
     others: list[Candidate] = []
     for entry in entries().values():

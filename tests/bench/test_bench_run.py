@@ -206,9 +206,9 @@ def test_acceptance_is_of_all_runs_and_none_without_a_draft():
     drafted = [measurement(drafted_tokens=10, accepted_tokens=5, rounds=5) for _ in range(2)]
     trials = [Trial(TASK, (), measurement(), run) for run in drafted]
     summary = Summary(trials)
-    assert summary.acceptance_rate == 0.5
+    assert summary.speculative.acceptance_rate == 0.5
     assert summary.mean_accepted_length == 2.0
-    assert Summary([trial(1.0, 1.0, drafted=0)]).acceptance_rate is None
+    assert Summary([trial(1.0, 1.0, drafted=0)]).speculative.acceptance_rate is None
 
 
 # -- expected speedups and what would have to change, by hand on made-up costs

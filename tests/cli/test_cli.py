@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from command_line import POSIX, refusal, run
-from edgespec.cli import stdin as piped
+from edgespec.cli import run as piped
 from edgespec.cli.main import ALIASES, COMMANDS, cli
 from edgespec.errors import PromptError
 from edgespec.formats.manifest import MANIFEST

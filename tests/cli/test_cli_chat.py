@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from command_line import ANSWERING, ASKING, POSIX, Terminal
+from edgespec.cli.chat import FENCE, open_history
 from edgespec.cli.main import cli
 from edgespec.cli.slash import COMMANDS
-from edgespec.cli.stdin import FENCE, open_history
 from tiny_gguf import Shape, write_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

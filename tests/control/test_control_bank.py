@@ -62,27 +62,6 @@ def test_what_rounds_do_to_the_balance() -> None:
     assert bank.balance_s == pytest.approx(0.8)
 
 
-def test_gains_at_one_load_do_not_pay_for_losses_at_another() -> None:
-    bank = TimeBank(share=0.0, balance_s=4.0)
-    bank.settle(num_tokens=100, round_s=1.0, plain_s=1.0)
-    bank.open(most_s=6.0, prefill_s=0.0)
-    assert bank.balance_s == 6.0
-    bank.at_load(5)
-    assert bank.balance_s == 4.0
-    bank.settle(num_tokens=1, round_s=5.0, plain_s=1.0)
-    for alike in (6, 7, 8):
-        bank.at_load(alike)
-        assert not bank.can_pay(1.5, plain_s=1.0)
-    bank.at_load(1)
-    assert bank.balance_s == 6.0
-    bank.at_load(9)
-    assert bank.balance_s == 4.0
-    bank.scale(0.5)
-    for count in (1, 8):
-        bank.at_load(count)
-        assert bank.balance_s == 0.5
-
-
 def test_the_bound_holds_for_any_policy_that_asks_the_bank() -> None:
     """10^4 random games: whoever asks before each round never falls behind, whatever then comes of it."""
     rng = random.Random(0)

@@ -133,7 +133,7 @@ def test_auto_takes_no_drafter_of_many_rows_however_cheap_rows_are(
     """Asked for once, at a cost of nothing, they kept a draft model away for a whole answer."""
     pool = demo.drafters
     pool.drafter("tree")  # asked for by name before: that changes nothing
-    monkeypatch.setitem(pool.costs.__dict__, "curve", known_curve({1: 1.0, 9: 1.01}))
+    monkeypatch.setattr(pool.costs, "curve", known_curve({1: 1.0, 9: 1.01}))
     assert set(pool.names) == {"suffix", "model"}
 
 

@@ -108,6 +108,13 @@ def test_outliers_hardly_move_it() -> None:
     assert curve.at(1) < 1.06 * before
 
 
+@pytest.mark.parametrize("seen", [(0, 1.0), (WIDEST + 1, 1.0), (1, 0.0), (1, -1.0)])
+def test_what_cannot_have_been_a_pass_is_not_learnt_from(seen: tuple[int, float]) -> None:
+    curve = known_curve(STEPS)
+    curve.observe(*seen)
+    assert curve.table() == known_curve(STEPS).table()
+
+
 def test_a_drafted_token_and_a_read_one_are_told_apart() -> None:
     cost = DraftCost(0.004, 0.001)
     for _ in range(300):
@@ -190,7 +197,6 @@ def test_what_was_learnt_goes_on_in_the_next_run() -> None:
     [
         *({"plain": 0}, {"plain": "x"}, {"plain": math.inf}, {"seen": -1}, {"seen": 1.5}),
         *({"rows": [1]}, {"rows": 3}, {"rows": [-0.1] * (WIDEST + 1)}, {"rows": [1e9] * (WIDEST + 1)}),
-        *({"passes": []}, {"passes": [-1.0] * (WIDEST + 1)}, {"passes": ["x"] * (WIDEST + 1)}),
     ],
 )
 def test_a_damaged_entry_is_a_missing_one(damage: dict[str, object]) -> None:
@@ -224,9 +230,7 @@ def test_a_late_first_pass_is_believed_in_part_only() -> None:
     assert again is not None and again.is_sure_of_rows
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "null", "[]", "{}", "NaN", '{"plain": -1, "rows": [0.1], "passes": [1], "seen": 1}']
-)
+@pytest.mark.parametrize("text", ["", "{", "null", "[]", "{}", "NaN", '{"plain": -1, "rows": [0.1], "seen": 1}'])
 def test_loading_runs_no_pass_for_costs_and_an_answer_leaves_what_it_learnt(
     target_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
 ) -> None:

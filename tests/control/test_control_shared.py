@@ -76,7 +76,7 @@ def test_where_every_pass_is_disturbed_drafting_begins_all_the_same(
         if is_kept:
             curve = CostCurve.from_json({"plain": PASS_S, "rows": [0.0] * 66, "passes": [9.0] * 66, "seen": 50})
             assert curve is not None
-            model.drafters.costs.run.curve = curve
+            model.drafters.costs.curve = curve
         _, stats = rate(model, clock, count, GenerateOptions(max_tokens=40), 2 * count)
     assert sum(each.accepted_tokens for each in stats) > 10 * count
 

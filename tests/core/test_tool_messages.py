@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from edgespec.chat.marks import ChannelSplitter
-from edgespec.chat.messages import wants_short_ids, with_short_ids
+from edgespec.chat.messages import with_short_ids
 from edgespec.chat.template import render_chat
 from edgespec.chat.tool_forms import call_form
 from edgespec.chat.tools import ToolParser
@@ -125,7 +125,7 @@ def conversation(*calls: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def rendered(source: str, messages: list[dict[str, Any]], tools: Any = TOOLS) -> str:
-    return render_chat(source, with_short_ids(messages) if wants_short_ids(source) else messages, tools=tools)
+    return render_chat(source, with_short_ids(source, messages), tools=tools)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -20,7 +20,7 @@ from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint
 from edgespec.engines.onnx.graph import read_graph
 from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.source import readable_model
-from edgespec.errors import CapabilityError
+from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.onnx.llama_config import WRITABLE
 from edgespec.types import Batch, packed
@@ -140,6 +140,22 @@ def test_memory_is_what_was_planned(name: str, tiny) -> None:
         # Padding of tiles to 16 outputs, and vectors that lie in the graph.
         held = sum(each.nbytes for each in arrays)
         assert abs(planned.packed - SESSION_BYTES - held) < 0.03 * held + 20_000
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if not name.startswith("gemma4")])
+def test_the_first_layers_alone_draft(name: str, tiny) -> None:
+    """Though they are of one kind, and need not all that the model has."""
+    config = readable_model(tiny(name)).config
+    recurrent = getattr(config, "recurrent_layers", ())
+    least = 1 + next(layer for layer in range(config.num_layers) if layer not in recurrent)
+    if least == config.num_layers:
+        pytest.skip("its only attention is in its last layer")
+    with OnnxEngine.load(tiny(name), ModelUse(**use(name), exit_layer=least)) as engine:
+        with engine.first_layers(least) as first:
+            assert np.isfinite(first.forward(Batch.chain(IDS[:20]))).all()
+        for count in (least - 1, config.num_layers):
+            with pytest.raises(ConfigError, match=f"allows {least}..{config.num_layers - 1}"):
+                engine.first_layers(count)
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if not name.startswith("gemma4") and name not in HYBRIDS])

@@ -20,6 +20,7 @@ from edgespec.errors import CapabilityError
 from edgespec.types import Batch, Logits
 from half import as_for_cuda
 from tiny_graphs import CASES, difference, graph, logits, tiny_files
+from tiny_graphs import IDS as TOKENS
 
 HALF = 0.01  # of the logits' standard deviation: float16 keeps 11 bits, over the layers of a small model
 CODES = 0.1  # where products round their inputs to 8 bits, small changes become one of a code
@@ -62,10 +63,11 @@ def test_logits_are_those_of_the_graph_as_exported_within_half_precision(model, 
 @pytest.mark.parametrize("case", CASES)
 def test_every_architecture_can_be_adapted(case, tmp_path):
     """Queries, keys and values apart or together; biases, norms of heads, windows, tables of their own."""
-    path = graph(tiny_files(tmp_path / "files")(case), tmp_path / "graph")
-    wanted = logits(path)
+    path = graph(tiny_files(tmp_path)(case), tmp_path / "graph")
+    ids = TOKENS % 299  # of the smallest vocabulary
+    wanted = logits(path, ids)
     with as_for_cuda():
-        assert difference(logits(path), wanted) < HALF
+        assert difference(logits(path, ids), wanted) < HALF
 
 
 @pytest.mark.parametrize("limit", [("LARGEST_HEAD", 32), ("HEAD_STEP", 48)])

@@ -205,6 +205,16 @@ def test_a_mistake_is_one_400_that_names_the_field(client: TestClient, fields: d
         assert completed.status_code == 400 and completed.json()["error"] == error
 
 
+def test_without_the_library_the_server_says_what_to_install(client: TestClient, service: Any, monkeypatch: Any):
+    from edgespec.sampling.constraint import library
+    from edgespec.sampling.constraint.state import Constraints
+
+    monkeypatch.setattr(service.require().model, "_constraints", Constraints())
+    monkeypatch.setattr(library, "is_importable", lambda name: False)
+    answered = client.post(CHAT, json={"messages": QUESTION, "response_format": FORMAT})
+    assert answered.status_code == 501 and "needs llguidance" in answered.json()["error"]["message"]
+
+
 # -- Calls that a grammar forces: whatever it allows is read back as a call whose arguments match the tool's schema
 
 

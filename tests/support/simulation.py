@@ -17,7 +17,7 @@ import numpy as np
 from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING, Controller, FixedLength
-from edgespec.control.constants import FORMER_PASSES, KNOWN_AFTER, MOST_ROW
+from edgespec.control.constants import KNOWN_AFTER, MOST_ROW
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost
 from edgespec.control.prices import RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
@@ -72,8 +72,7 @@ def known_curve(measured: Mapping[int, float]) -> CostCurve:
     every = np.arange(WIDEST + 1)
     seconds = np.interp(every, list(measured), list(measured.values())) + slope * np.maximum(every - last, 0)
     rows = np.clip((seconds / seconds[1] - 1.0) / np.maximum(every - 1, 1), 0.0, MOST_ROW).tolist()
-    passes = [FORMER_PASSES] * (WIDEST + 1)
-    found = CostCurve.from_json({"plain": float(seconds[1]), "rows": rows, "passes": passes, "seen": KNOWN_AFTER})
+    found = CostCurve.from_json({"plain": float(seconds[1]), "rows": rows, "seen": KNOWN_AFTER})
     assert found is not None
     return found
 

@@ -110,15 +110,7 @@ class LlamaCppEngine(BookedEngine):
         header = checked_target(path)
         length = use.length_for(path.name, header.context_length)
         snapshots = num_snapshots(header, speculates=use.speculates)
-        engine = cls._open(path, header, ContextSettings.checked(use, length, snapshots=snapshots), cancel)
-        with closed_on_failure(engine):
-            if num_snapshots(header, speculates=True) and not snapshots and not use.endpoints:
-                engine.facts = replace(engine.facts, why_no_speculation=ONLY_ASKED)
-            engine._read_layers(use.state_layers)
-        return engine
-
-    @classmethod
-    def _open(cls, path: Path, header: GgufHeader, settings: ContextSettings, cancel: CancelFlag) -> Self:
+        settings = ContextSettings.checked(use, length, snapshots=snapshots)
         llama, model = library(), open_for(path, settings)
         keeps_state = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
         settings = settings.for_model(keeps_state=keeps_state, has_window=llama.llama_model_n_swa(model) > 0)
@@ -130,6 +122,9 @@ class LlamaCppEngine(BookedEngine):
         engine = cls(path, header, model, context, settings, cancel)
         with closed_on_failure(engine):
             engine._measure(path, settings)
+            if num_snapshots(header, speculates=True) and not snapshots and not use.endpoints:
+                engine.facts = replace(engine.facts, why_no_speculation=ONLY_ASKED)
+            engine._read_layers(use.state_layers)
         return engine
 
     def _measure(self, path: Path, settings: ContextSettings) -> None:

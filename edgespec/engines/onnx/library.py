@@ -200,7 +200,8 @@ def _given(graph: bytes, arrays: Arrays, options: Any) -> Iterator[bytes]:
     import onnx
 
     model = onnx.ModelProto.FromString(graph)
-    own = [tensor for tensor in model.graph.initializer if tensor.name in arrays]
+    read = {name for node in model.graph.node for name in node.input}  # of the first layers alone, not all tables are
+    own = [tensor for tensor in model.graph.initializer if tensor.name in arrays and tensor.name in read]
     packed = {t.name: arrays[t.name] for t in own if t.data_type == t.UINT8}
     others = {t.name: library().OrtValue.ortvalue_from_numpy(arrays[t.name]) for t in own if t.name not in packed}
     if others:

@@ -177,9 +177,11 @@ class GgufFile(Source):
         Raises ConfigError for a number outside 1..all but one, CapabilityError where layers read one another's keys.
         """
         config = self.model.config
-        if not 0 < count < config.num_layers:
+        recurrent = config.recurrent_layers if isinstance(config, HybridConfig) else frozenset()
+        least = 1 + next(layer for layer in range(config.num_layers) if layer not in recurrent)  # a cache is needed
+        if not least <= count < config.num_layers:
             raise ConfigError(
-                f"an exit after layer {count} was asked for; {self.path.name} allows 1..{config.num_layers - 1}"
+                f"an exit after layer {count} was asked for; {self.path.name} allows {least}..{config.num_layers - 1}"
             )
         if isinstance(config, Gemma4Config):
             raise CapabilityError(f"{self.path.name} is a Gemma 4, whose layers share keys: use another drafter")

@@ -101,7 +101,7 @@ class LlamaConfig:
     @property
     def is_rotated(self) -> bool:
         """Whether any layer has rotary positions."""
-        return len(self.unrotated_layers) < self.num_layers
+        return not self.unrotated_layers.issuperset(range(self.num_layers))
 
     @property
     def has_window_tables(self) -> bool:
