@@ -21,16 +21,19 @@ void copy_cell(int32_t type, int64_t size, const Cells& from, int64_t cell, cons
   const int64_t bytes = type == F16 ? 2 : 1;
   const uint8_t* key = from.keys + cell / kLanes * key_block_bytes(type, size);
   uint8_t* to_key = to.keys + to_cell / kLanes * key_block_bytes(type, size);
-  for (int64_t i = 0; i < size; i++) memcpy(to_key + (i * kLanes + to_cell % kLanes) * bytes, key + (i * kLanes + cell % kLanes) * bytes, size_t(bytes));
+  for (int64_t i = 0; i < size; i++)
+    memcpy(to_key + (i * kLanes + to_cell % kLanes) * bytes, key + (i * kLanes + cell % kLanes) * bytes, size_t(bytes));
   if (type == F16) {
-    for (int64_t i = 0; i < size / kLanes; i++) memcpy(to.values + (i * to.cells + to_cell) * kLanes * 2, from.values + (i * from.cells + cell) * kLanes * 2, kLanes * 2);
+    for (int64_t i = 0; i < size / kLanes; i++)
+      memcpy(to.values + (i * to.cells + to_cell) * kLanes * 2, from.values + (i * from.cells + cell) * kLanes * 2, kLanes * 2);
     return;
   }
   for (int64_t i = 0; i < size / 32; i++) {
     memcpy(to_key + size * kLanes + (i * kLanes + to_cell % kLanes) * 2, key + size * kLanes + (i * kLanes + cell % kLanes) * 2, 2);
     const uint8_t* group = from.values + i * 34 * from.cells;
     uint8_t* to_group = to.values + i * 34 * to.cells;
-    for (int half = 0; half < 2; half++) memcpy(to_group + (half * to.cells + to_cell) * kLanes, group + (half * from.cells + cell) * kLanes, kLanes);
+    for (int half = 0; half < 2; half++)
+      memcpy(to_group + (half * to.cells + to_cell) * kLanes, group + (half * from.cells + cell) * kLanes, kLanes);
     memcpy(to_group + 32 * to.cells + 2 * to_cell, group + 32 * from.cells + 2 * cell, 2);
   }
 }
@@ -43,10 +46,20 @@ struct Layer {
 };
 OrtStatus* create_attention(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info, void** out) {
   Layer l = {};
-  TRY(read_attributes(info, {{"heads", &l.heads}, {"kv_heads", &l.kv_heads}, {"head_size", &l.size}, {"first_head", &l.first_head},
-                             {"window", &l.window}, {"gated", &l.gated, true}, {"scale", &l.scale}, {"cap", &l.cap}, {"epsilon", &l.epsilon}}));
-  if (l.kv_heads < 1 || l.heads < l.kv_heads || l.heads > 1024 || l.heads % l.kv_heads || !holds(F16, l.size) || l.first_head < 0 || l.first_head > 1 << 20 || l.window < 0 || l.gated < 0 || l.gated > 1)
-    return invalid("edgespec: Attention cannot have %lld heads of size %lld for %lld heads of keys, the first of them number %lld, window %lld", l.heads, l.size, l.kv_heads, l.first_head, l.window);
+  TRY(read_attributes(info, {{"heads", &l.heads},
+                             {"kv_heads", &l.kv_heads},
+                             {"head_size", &l.size},
+                             {"first_head", &l.first_head},
+                             {"window", &l.window},
+                             {"gated", &l.gated, true},
+                             {"scale", &l.scale},
+                             {"cap", &l.cap},
+                             {"epsilon", &l.epsilon}}));
+  if (l.kv_heads < 1 || l.heads < l.kv_heads || l.heads > 1024 || l.heads % l.kv_heads || !holds(F16, l.size) || l.first_head < 0 ||
+      l.first_head > 1 << 20 || l.window < 0 || l.gated < 0 || l.gated > 1)
+    return invalid(
+        "edgespec: Attention cannot have %lld heads of size %lld for %lld heads of keys, the first of them number %lld, window %lld",
+        l.heads, l.size, l.kv_heads, l.first_head, l.window);
   return keep(l, out);
 }
 
@@ -64,18 +77,28 @@ struct Step {
   int32_t* straight;   // by row: the first position of its branch that is not in the cell of its number
   std::atomic<bool> out_of_memory;
 
-  int64_t begin(int64_t row) const { const int64_t end = rows[row].position + 1; return layer.window && end > layer.window ? end - layer.window : 0; }
+  int64_t begin(int64_t row) const {
+    const int64_t end = rows[row].position + 1;
+    return layer.window && end > layer.window ? end - layer.window : 0;
+  }
   int64_t first_chunk(int64_t row) const { return begin(row) / kChunk; }
-  int64_t end(int64_t row) const { return rows[row].position - (rows[row].parent < 0 ? int64_t(rows[row].parent) : -1); }  // behind the last cell that it sees
+  // behind the last cell that it sees
+  int64_t end(int64_t row) const {
+    return rows[row].position - (rows[row].parent < 0 ? int64_t(rows[row].parent) : -1);
+  }
   int64_t last_chunk(int64_t row) const { return (end(row) - 1) / kChunk; }
   bool sees(int64_t row, int64_t chunk) const { return first_chunk(row) <= chunk && chunk <= last_chunk(row); }
   bool is_straight(int64_t row, int64_t chunk) const { return straight[row] >= end(row) || straight[row] >= (chunk + 1) * kChunk; }
-  Cells cells(int64_t row, int64_t chunk, int64_t h) const { return {cache->keys(rows[row].slot, chunk, layer.first_head + h), cache->values(rows[row].slot, chunk, layer.first_head + h), kChunk}; }
+  Cells cells(int64_t row, int64_t chunk, int64_t h) const {
+    return {cache->keys(rows[row].slot, chunk, layer.first_head + h), cache->values(rows[row].slot, chunk, layer.first_head + h), kChunk};
+  }
   void finish(const float* whole, int64_t row, int64_t at) const {
     const float* gate = layer.gated ? q + row * q_stride + (2 * at + 1) * layer.size : nullptr;
     kernels->finish(whole, int(layer.size), sinks ? sinks + at : nullptr, gate, y + (row * layer.heads + at) * layer.size);
   }
-  float* partial(int64_t h, int64_t chunk, int64_t row) const { return partials + ((h * most_chunks + chunk) * wave + row % wave) * group * stride; }
+  float* partial(int64_t h, int64_t chunk, int64_t row) const {
+    return partials + ((h * most_chunks + chunk) * wave + row % wave) * group * stride;
+  }
 };
 
 // The queries of a row, and its key and value into the cache.
@@ -91,7 +114,8 @@ void place_row(const Step& s, int64_t row) {
       s.kernels->put(s.cache->type, int(size), key, value, to.keys, to.values, s.rows[row].cell % kChunk, kChunk);
     }
     for (int64_t g = 0; g < s.group; g++)
-      s.kernels->prepare(s.q + row * s.q_stride + (h * s.group + g) * q_size, s.head, s.q_norm, cosines, sines, s.layer.scale, s.queries + ((h * s.count + row) * s.group + g) * size);
+      s.kernels->prepare(s.q + row * s.q_stride + (h * s.group + g) * q_size, s.head, s.q_norm, cosines, sines, s.layer.scale,
+                         s.queries + ((h * s.count + row) * s.group + g) * size);
   }
 }
 // Rows first..last of a head on a chunk that all of them see. The cells of a single row's branch may lie elsewhere.
@@ -107,7 +131,9 @@ bool attend_rows(const Step& s, int64_t h, int64_t first, int64_t last, int64_t 
     begin[p] = from > 0 ? int(from) : 0;
     end[p] = to < kChunk ? int(to) : kChunk;
   }
-  Attend a = {s.cache->type, int(size), int(pairs), cells.keys, cells.values, kChunk, nullptr, nullptr, 0, s.queries + (h * s.count + first) * s.group * size, begin, end, s.layer.cap, scores, results, s.stride};
+  const float* queries = s.queries + (h * s.count + first) * s.group * size;
+  Attend a = {s.cache->type, int(size), int(pairs), cells.keys, cells.values, kChunk, nullptr, nullptr, 0,
+              queries, begin, end, s.layer.cap, scores, results, s.stride};
   if (!s.is_straight(first, chunk)) {
     const int64_t direct = s.straight[first] - start;
     a.direct = direct < 0 ? 0 : int(direct / kLanes * kLanes);
@@ -147,7 +173,8 @@ void merge_row(const Step& s, int64_t row) {
   const int64_t first = s.first_chunk(row), size = s.layer.size;
   for (int64_t h = 0; h < s.layer.kv_heads; h++) for (int64_t g = 0; g < s.group; g++) {
     float* whole = s.partial(h, first, row) + g * s.stride;
-    for (int64_t chunk = first + 1; chunk <= s.last_chunk(row); chunk++) s.kernels->merge(whole, s.partial(h, chunk, row) + g * s.stride, int(size), false);
+    for (int64_t chunk = first + 1; chunk <= s.last_chunk(row); chunk++)
+      s.kernels->merge(whole, s.partial(h, chunk, row) + g * s.stride, int(size), false);
     s.finish(whole, row, h * s.group + g);
   }
 }
@@ -175,10 +202,16 @@ OrtStatus* check_row(const Step& s, int64_t i, int64_t positions) {
   const Row& r = s.rows[i];
   const int64_t cells = s.cache->chunks * kChunk;
   const int64_t last = i - 1 - r.parent;  // the row of the last cell that is seen by one of a block
-  const bool follows = r.parent == -1 || (r.parent < 0 ? last < s.count && s.rows[last].slot == r.slot && s.rows[last].cell == s.end(i) - 1 && r.cell == r.position
-                                                       : r.parent < i && s.rows[r.parent].slot == r.slot && s.rows[r.parent].position + 1 == r.position);
-  if (r.slot < 0 || r.slot >= s.cache->slots || r.position < 0 || r.position >= cells || r.position >= positions || r.cell < 0 || r.cell >= cells || !follows)
-    return invalid("edgespec: Attention has a row %lld (slot %d, position %d, cell %d, parent %d) outside %lld slots of %lld cells and %lld positions, or away from its parent", i, r.slot, r.position, r.cell, r.parent, s.cache->slots, cells, positions);
+  const bool follows =
+      r.parent == -1 ||
+      (r.parent < 0 ? last < s.count && s.rows[last].slot == r.slot && s.rows[last].cell == s.end(i) - 1 && r.cell == r.position
+                    : r.parent < i && s.rows[r.parent].slot == r.slot && s.rows[r.parent].position + 1 == r.position);
+  if (r.slot < 0 || r.slot >= s.cache->slots || r.position < 0 || r.position >= cells || r.position >= positions || r.cell < 0 ||
+      r.cell >= cells || !follows)
+    return invalid(
+        "edgespec: Attention has a row %lld (slot %d, position %d, cell %d, parent %d) outside %lld slots of %lld cells and %lld "
+        "positions, or away from its parent",
+        i, r.slot, r.position, r.cell, r.parent, s.cache->slots, cells, positions);
   return nullptr;
 }
 OrtStatus* ORT_CALL compute_attention(void* self, OrtKernelContext* context) {
@@ -192,20 +225,28 @@ OrtStatus* ORT_CALL compute_attention(void* self, OrtKernelContext* context) {
   TRY(read_floats(context, 2, "v", &v));
   const bool is_joined = !k.data;
   const int64_t y_width = l.heads * l.size, q_width = y_width << l.gated, k_width = l.kv_heads * l.size, width = q.width();
-  if (width != q_width && !(is_joined && (width == q_width + k_width || width == q_width + 2 * k_width))) return invalid("edgespec: Attention's q is %lld wide, expected %lld, or with keys and values in it %lld or %lld more", width, q_width, k_width, 2 * k_width);
+  if (width != q_width && !(is_joined && (width == q_width + k_width || width == q_width + 2 * k_width)))
+    return invalid("edgespec: Attention's q is %lld wide, expected %lld, or with keys and values in it %lld or %lld more", width, q_width,
+                   k_width, 2 * k_width);
   s.count = q.rows();
-  if (!is_joined && (!v.data || k.size() != s.count * k_width || v.size() != s.count * k_width)) return invalid("edgespec: Attention's k and v are not %lld rows of %lld", s.count, k_width);
+  if (!is_joined && (!v.data || k.size() != s.count * k_width || v.size() != s.count * k_width))
+    return invalid("edgespec: Attention's k and v are not %lld rows of %lld", s.count, k_width);
   s.q = q.floats();
   s.k = !is_joined ? k.floats() : width > q_width ? s.q + q_width : nullptr;
   s.v = !is_joined ? v.floats() : width > q_width + k_width ? s.k + k_width : s.k;
   s.q_stride = width; s.k_stride = is_joined ? width : k_width;
   TRY(read_rows(context, 3, "Attention", s.count, &s.rows));
   TRY(caches.find(context, 4, "Attention", "a cache", &s.cache));
-  if (l.first_head + l.kv_heads > s.cache->heads) return invalid("edgespec: Attention's heads %lld to %lld are outside a cache of %lld", l.first_head, l.first_head + l.kv_heads - 1, s.cache->heads);
-  for (int64_t h = 0; h < l.kv_heads; h++) if (s.cache->sizes[l.first_head + h] != l.size) return invalid("edgespec: Attention's heads have size %lld, those of its cache %d", l.size, s.cache->sizes[l.first_head + h]);
+  if (l.first_head + l.kv_heads > s.cache->heads)
+    return invalid("edgespec: Attention's heads %lld to %lld are outside a cache of %lld", l.first_head, l.first_head + l.kv_heads - 1,
+                   s.cache->heads);
+  for (int64_t h = 0; h < l.kv_heads; h++)
+    if (s.cache->sizes[l.first_head + h] != l.size)
+      return invalid("edgespec: Attention's heads have size %lld, those of its cache %d", l.size, s.cache->sizes[l.first_head + h]);
   TRY(read_floats(context, 5, "cosines", &cosines));
   TRY(read_floats(context, 6, "sines", &sines));
-  if (cosines.data && (cosines.rank != 2 || !sines.data || sines.rank != 2 || sines.dims[0] != cosines.dims[0] || sines.dims[1] != cosines.dims[1] || cosines.dims[1] < 1 || cosines.dims[1] * 2 > l.size))
+  if (cosines.data && (cosines.rank != 2 || !sines.data || sines.rank != 2 || sines.dims[0] != cosines.dims[0] ||
+                       sines.dims[1] != cosines.dims[1] || cosines.dims[1] < 1 || cosines.dims[1] * 2 > l.size))
     return invalid("edgespec: Attention's cosines and sines are not [positions, at most %lld]", l.size / 2);
   s.cosines = cosines.floats(); s.sines = sines.floats();
   s.head = {int(l.size), int(cosines.data ? cosines.dims[1] : 0), l.epsilon};
@@ -263,7 +304,8 @@ OrtStatus* ORT_CALL compute_norm(void* self, OrtKernelContext* context) {
   const float* weight;
   TRY(read_vector(context, 1, "weight", width, &weight));
   TRY(read_floats(context, 2, "delta", &delta));
-  if (delta.data && delta.size() != x.size()) return invalid("edgespec: Norm's delta has %lld elements, expected %lld", delta.size(), x.size());
+  if (delta.data && delta.size() != x.size())
+    return invalid("edgespec: Norm's delta has %lld elements, expected %lld", delta.size(), x.size());
   size_t outputs;
   TRY(num_outputs(context, &outputs));
   float *normed, *sum = nullptr;
@@ -273,7 +315,8 @@ OrtStatus* ORT_CALL compute_norm(void* self, OrtKernelContext* context) {
   run_all(rows * width < 65536, rows, [&](int64_t row) {
     const int64_t at = row * width;
     // What is not asked for is written to the place of the result first.
-    kernels_in_use().attention->norm(x.floats() + at, delta.data ? delta.floats() + at : nullptr, weight, epsilon, width, normed + at, (sum ? sum : normed) + at);
+    kernels_in_use().attention->norm(x.floats() + at, delta.data ? delta.floats() + at : nullptr, weight, epsilon, width, normed + at,
+                                     (sum ? sum : normed) + at);
   });
   return nullptr;
 }
@@ -298,7 +341,8 @@ EXPORT int64_t edgespec_cache_bytes(int32_t type, const int32_t* sizes, int64_t 
   }
   return __builtin_mul_overflow(cell * kChunk, slots * chunks, &bytes) ? -1 : bytes;
 }
-// The number of a cache in `memory`, of as many bytes as above, for graphs; 0 if there cannot be one, or without memory. It must outlive all passes.
+// The number of a cache in `memory`, of as many bytes as above, for graphs; 0 if there cannot be one, or without memory. It must outlive
+// all passes.
 EXPORT int64_t edgespec_hold_cache(uint8_t* memory, int32_t type, const int32_t* sizes, int64_t count, int64_t slots, int64_t chunks) {
   if (edgespec_cache_bytes(type, sizes, count, slots, chunks) < 0) return 0;
   Cache* c = static_cast<Cache*>(malloc(sizeof(Cache) + size_t(count) * (sizeof(int64_t) + sizeof(int32_t))));
@@ -317,7 +361,8 @@ EXPORT int64_t edgespec_hold_cache(uint8_t* memory, int32_t type, const int32_t*
 EXPORT void edgespec_drop_cache(int64_t number) { caches.drop(number); }
 // Copies `count` cells of a slot to (or from) `flat`, which is, for each head, its keys and its values as a chunk of `room`
 // (a multiple of 16, at most a slot's) cells has them. -1: nobody holds the cache, or something is outside it.
-EXPORT int32_t edgespec_copy_cells(int64_t number, int32_t into_cache, int64_t slot, const int32_t* cells, int64_t count, uint8_t* flat, int64_t room) {
+EXPORT int32_t edgespec_copy_cells(int64_t number, int32_t into_cache, int64_t slot, const int32_t* cells, int64_t count, uint8_t* flat,
+                                   int64_t room) {
   const Cache* c = caches.find(number);
   if (!c || slot < 0 || slot >= c->slots || count < 0 || room % kLanes || count > room || room > c->chunks * kChunk) return -1;
   for (int64_t i = 0; i < count; i++) if (cells[i] < 0 || cells[i] >= c->chunks * kChunk) return -1;
@@ -326,7 +371,8 @@ EXPORT int32_t edgespec_copy_cells(int64_t number, int32_t into_cache, int64_t s
     const Cells theirs = {flat, flat + bytes, room};
     for (int64_t i = 0; i < count; i++) {
       const Cells ours = {c->keys(slot, cells[i] / kChunk, h), c->values(slot, cells[i] / kChunk, h), kChunk};
-      into_cache ? copy_cell(c->type, c->sizes[h], theirs, i, ours, cells[i] % kChunk) : copy_cell(c->type, c->sizes[h], ours, cells[i] % kChunk, theirs, i);
+      into_cache ? copy_cell(c->type, c->sizes[h], theirs, i, ours, cells[i] % kChunk)
+                 : copy_cell(c->type, c->sizes[h], ours, cells[i] % kChunk, theirs, i);
     }
     flat += 2 * bytes;
   }

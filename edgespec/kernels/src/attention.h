@@ -44,10 +44,12 @@ void put(int32_t type, int size, const float* key, const float* value, uint8_t* 
     const int count = size - start < 32 ? size - start : 32;
     if (type == F16) {
       alignas(64) uint16_t halves[32];
-      for (int i = 0; i < count; i += kLanes) Lanes::store_halves(reinterpret_cast<uint8_t*>(halves + i), Lanes::load_floats(key + start + i));
+      for (int i = 0; i < count; i += kLanes)
+        Lanes::store_halves(reinterpret_cast<uint8_t*>(halves + i), Lanes::load_floats(key + start + i));
       uint8_t* to = keys + (int64_t(block) * size + start) * kLanes * 2 + lane * 2;
       for (int i = 0; i < count; i++) memcpy(to + i * kLanes * 2, halves + i, 2);
-      for (int i = 0; i < count; i += kLanes) Lanes::store_halves(values + (int64_t(start + i) / kLanes * cells + cell) * kLanes * 2, Lanes::load_floats(value + start + i));
+      for (int i = 0; i < count; i += kLanes)
+        Lanes::store_halves(values + (int64_t(start + i) / kLanes * cells + cell) * kLanes * 2, Lanes::load_floats(value + start + i));
     } else {
       int8_t codes[32];
       uint8_t* in = keys + int64_t(block) * key_block_bytes(type, size);
@@ -64,7 +66,9 @@ void put(int32_t type, int size, const float* key, const float* value, uint8_t* 
 template <int32_t kType> struct Keys {
   static constexpr bool kAdds = false;
   const uint8_t* data; int size;
-  INLINE const uint8_t* place(int at, int k) const { return data + int64_t(at) * key_block_bytes(kType, size) + k * kLanes * (kType == F16 ? 2 : 1); }
+  INLINE const uint8_t* place(int at, int k) const {
+    return data + int64_t(at) * key_block_bytes(kType, size) + k * kLanes * (kType == F16 ? 2 : 1);
+  }
   INLINE Lanes::Float vector(int at, int k) const {
     if constexpr (kType == F16) return Lanes::load_halves(place(at, k));
     else return Lanes::multiply(Lanes::load_codes(place(at, k)), Lanes::load_halves(place(at, size) + k / 32 * kLanes * 2));
@@ -78,14 +82,19 @@ template <int32_t kType> struct Values {
   }
   INLINE Lanes::Float vector(int at, int k) const {
     if constexpr (kType == F16) return Lanes::load_halves(place(at, k));
-    else return Lanes::multiply(Lanes::load_codes(place(at, k)), Lanes::broadcast_half(data + int64_t(at / 2) * 34 * cells + 32 * cells + 2 * k));
+    else
+      return Lanes::multiply(Lanes::load_codes(place(at, k)),
+                             Lanes::broadcast_half(data + int64_t(at / 2) * 34 * cells + 32 * cells + 2 * k));
   }
 };
 
 // Adds factors [pair][k] times vectors for k in begin..end, in order, to sums [pair][16] (or to nothing) of kAt vectors from `at` on.
-template <int kPairs, int kAt, class Vectors> void accumulate(const Vectors& vectors, int at, int begin, int end, const float* factors, int64_t stride, float* sums, int64_t sums_stride) {
+template <int kPairs, int kAt, class Vectors>
+void accumulate(const Vectors& vectors, int at, int begin, int end, const float* factors, int64_t stride, float* sums,
+                int64_t sums_stride) {
   Lanes::Float v[kPairs][kAt];
-  UNROLL for (int p = 0; p < kPairs; p++) UNROLL for (int i = 0; i < kAt; i++) v[p][i] = Vectors::kAdds ? Lanes::load_floats(sums + p * sums_stride + i * kLanes) : Lanes::broadcast(0.f);
+  UNROLL for (int p = 0; p < kPairs; p++) UNROLL for (int i = 0; i < kAt; i++) v[p][i] =
+      Vectors::kAdds ? Lanes::load_floats(sums + p * sums_stride + i * kLanes) : Lanes::broadcast(0.f);
   for (int k = begin; k < end; k++) {
     Lanes::Float x[kAt];
     UNROLL for (int i = 0; i < kAt; i++) {
@@ -97,21 +106,26 @@ template <int kPairs, int kAt, class Vectors> void accumulate(const Vectors& vec
       UNROLL for (int i = 0; i < kAt; i++) v[p][i] = Lanes::fma(factor, x[i], v[p][i]);
     }
   }
-  UNROLL for (int p = 0; p < kPairs; p++) UNROLL for (int i = 0; i < kAt; i++) Lanes::store_floats(sums + p * sums_stride + i * kLanes, v[p][i]);
+  UNROLL for (int p = 0; p < kPairs; p++) UNROLL for (int i = 0; i < kAt; i++)
+      Lanes::store_floats(sums + p * sums_stride + i * kLanes, v[p][i]);
 }
 template <class Vectors> using Accumulate = void (*)(const Vectors&, int, int, int, const float*, int64_t, float*, int64_t);
 constexpr int at_once(int pairs) { return Lanes::kSums / pairs >= 4 ? 4 : Lanes::kSums / pairs >= 2 ? 2 : 1; }
 template <class Vectors, int... kPairs> Accumulate<Vectors> accumulate_of(int pairs, bool one, std::integer_sequence<int, kPairs...>) {
-  static constexpr Accumulate<Vectors> several[] = {accumulate<kPairs + 1, at_once(kPairs + 1), Vectors>...}, single[] = {accumulate<kPairs + 1, 1, Vectors>...};
+  static constexpr Accumulate<Vectors> several[] = {accumulate<kPairs + 1, at_once(kPairs + 1), Vectors>...},
+                                       single[] = {accumulate<kPairs + 1, 1, Vectors>...};
   return one ? single[pairs - 1] : several[pairs - 1];
 }
 // The same for the vectors first..last.
-template <class Vectors> void accumulate_all(const Vectors& vectors, int first, int last, int pairs, int begin, int end, const float* factors, int64_t stride, float* sums, int64_t sums_stride) {
+template <class Vectors>
+void accumulate_all(const Vectors& vectors, int first, int last, int pairs, int begin, int end, const float* factors, int64_t stride,
+                    float* sums, int64_t sums_stride) {
   const int step = at_once(pairs);
   for (int at = first, next; at < last && begin < end; at = next) {
     const bool one = at + step > last;
     next = at + (one ? 1 : step);
-    accumulate_of<Vectors>(pairs, one, std::make_integer_sequence<int, Lanes::kPairs>())(vectors, at, begin, end, factors, stride, sums + (at - first) * kLanes, sums_stride);
+    accumulate_of<Vectors>(pairs, one, std::make_integer_sequence<int, Lanes::kPairs>())(vectors, at, begin, end, factors, stride,
+                                                                                         sums + (at - first) * kLanes, sums_stride);
   }
 }
 // exp(scores - their maximum) of a pair in place; maximum and sum to its result.
@@ -153,7 +167,8 @@ template <int32_t kType> void attend_to(const Attend& a) {
       const int last = cell + kStep * kLanes < to ? cell + kStep * kLanes : to;
       const float* queries = a.queries + int64_t(first) * a.size;
       float* scores = a.scores + int64_t(first) * kChunk + cell;
-      accumulate_all(Keys<kType>{data, a.size}, (cell - zero) / kLanes, (last - zero) / kLanes, pairs, 0, a.size, queries, a.size, scores, kChunk);
+      accumulate_all(Keys<kType>{data, a.size}, (cell - zero) / kLanes, (last - zero) / kLanes, pairs, 0, a.size, queries, a.size, scores,
+                     kChunk);
     });
   });
   for (int p = 0; p < a.pairs; p++) {

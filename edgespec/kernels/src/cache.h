@@ -14,8 +14,13 @@ constexpr int kChunk = 256, kLanes = 16;
 constexpr int kResult = 16;  // floats before a result's sums: maximum and total of its weights
 }  // namespace
 
-constexpr bool holds(int32_t type, int64_t size) { return size > 0 && size <= 1024 && (type == F16 ? size % 16 == 0 : type == Q8_0 && size % 32 == 0); }
-constexpr int64_t vector_bytes(int32_t type, int64_t size) { return type == F16 ? 2 * size : size / 32 * 34; }  // of a key or a value of a cell
+constexpr bool holds(int32_t type, int64_t size) {
+  return size > 0 && size <= 1024 && (type == F16 ? size % 16 == 0 : type == Q8_0 && size % 32 == 0);
+}
+// of a key or a value of a cell
+constexpr int64_t vector_bytes(int32_t type, int64_t size) {
+  return type == F16 ? 2 * size : size / 32 * 34;
+}
 constexpr int64_t key_block_bytes(int32_t type, int64_t size) { return kLanes * vector_bytes(type, size); }
 
 struct Head { int size, rotary; float epsilon; };  // rotary: half of what is rotated
@@ -55,7 +60,9 @@ struct Cache {
   Cache* next;
 
   uint8_t* keys(int64_t slot, int64_t chunk, int64_t head) const { return memory + (slot * chunks + chunk) * chunk_bytes + starts[head]; }
-  uint8_t* values(int64_t slot, int64_t chunk, int64_t head) const { return keys(slot, chunk, head) + kChunk * vector_bytes(type, sizes[head]); }
+  uint8_t* values(int64_t slot, int64_t chunk, int64_t head) const {
+    return keys(slot, chunk, head) + kChunk * vector_bytes(type, sizes[head]);
+  }
 };
 
 }  // namespace edgespec

@@ -1,10 +1,11 @@
 // An operator of ONNX Runtime in the domain "edgespec":
-//   Experts(x [..., K], logits [..., E], gate_bias? [E, F], down_bias? [E, K], up_bias? [E, F], scales? [E], gate, down, up?, shared? [..., K], preference? [E]) -> y [..., K]
+//   Experts(x [..., K], logits [..., E], gate_bias? [E, F], down_bias? [E, K], up_bias? [E, F], scales? [E], gate, down, up?, shared? [...,
+//   K], preference? [E]) -> y [..., K]
 // A row takes the `used` experts with the highest logits, the first of equal ones. Its result is the sum over these, in
 // the order of their logits, of softmax(their logits) * scale * expert(x), an expert being down of the gate of gate(x) and
 // up(x) (Path::quantise). With a preference it takes those with the highest sigmoid(logit) + preference, and their shares
-// are sigmoid(logit) over the sum of these. `shared`, times the sigmoid of one more logit of a row, is added to that. Matrices are those of all experts one below the other, in tiles; without up, gate holds both of
-// each expert side by side, with 2 F biases.
+// are sigmoid(logit) over the sum of these. `shared`, times the sigmoid of one more logit of a row, is added to that. Matrices are those of
+// all experts one below the other, in tiles; without up, gate holds both of each expert side by side, with 2 F biases.
 //
 // Rows are grouped by expert, so a pass reads the tiles of every expert that one of its rows takes once (a pass of more
 // than kBatch rows once for each so many).
@@ -36,10 +37,17 @@ OrtStatus* create_experts(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo
   e.has_up = count == 3;
   e.has_preference = inputs == kPreference + 1;
   e.has_shared = inputs == kShared + 1;  // no model has both
-  if (e.size < 1 || e.size > kMostSize || e.size % kOutputs || e.inner < 1 || e.inner > kMostSize || e.inner % kOutputs || e.experts < 1 || e.experts > kMostExperts || e.used < 1 || e.used > e.experts || e.used > kMostUsed)
-    return invalid("edgespec: Experts cannot use %lld of %lld experts of %lld x %lld; at most %lld of %lld, and sizes that 16 divides, are allowed", e.used, e.experts, e.inner, e.size, kMostUsed, kMostExperts);
-  if (e.gate < kSilu || e.gate > kClamped) return invalid("edgespec: Experts has a gate %lld, 1 (silu), 2 (gelu) and 3 (clamped) are known", e.gate);
-  if ((count != 2 && count != 3) || (inputs != kFirstMatrix + count && !e.has_shared && !e.has_preference)) return invalid("edgespec: Experts has %zu types and %zu inputs, expected 2 and 8, 3 and 9, 10 with a shared result, or 11 with a preference", count, inputs);
+  if (e.size < 1 || e.size > kMostSize || e.size % kOutputs || e.inner < 1 || e.inner > kMostSize || e.inner % kOutputs || e.experts < 1 ||
+      e.experts > kMostExperts || e.used < 1 || e.used > e.experts || e.used > kMostUsed)
+    return invalid(
+        "edgespec: Experts cannot use %lld of %lld experts of %lld x %lld; at most %lld of %lld, and sizes that 16 divides, are allowed",
+        e.used, e.experts, e.inner, e.size, kMostUsed, kMostExperts);
+  if (e.gate < kSilu || e.gate > kClamped)
+    return invalid("edgespec: Experts has a gate %lld, 1 (silu), 2 (gelu) and 3 (clamped) are known", e.gate);
+  if ((count != 2 && count != 3) || (inputs != kFirstMatrix + count && !e.has_shared && !e.has_preference))
+    return invalid(
+        "edgespec: Experts has %zu types and %zu inputs, expected 2 and 8, 3 and 9, 10 with a shared result, or 11 with a preference",
+        count, inputs);
   TRY(attributes(info, "types", types, &count));
   const int64_t outputs[] = {e.has_up ? e.inner : 2 * e.inner, e.size, e.inner};
   for (size_t i = 0; i < count; i++) {
@@ -139,10 +147,12 @@ OrtStatus* ORT_CALL compute_experts(void* self, OrtKernelContext* context) {
   TRY(read_floats(context, 1, "logits", &logits));
   if (x.width() != e.size) return invalid("edgespec: Experts' x is %lld wide, expected %lld", x.width(), e.size);
   const int64_t all = x.rows();
-  if (logits.width() != e.num_logits() || logits.rows() != all) return invalid("edgespec: Experts' logits are not %lld rows of %lld", all, e.num_logits());
+  if (logits.width() != e.num_logits() || logits.rows() != all)
+    return invalid("edgespec: Experts' logits are not %lld rows of %lld", all, e.num_logits());
   if (e.has_shared) {
     TRY(read_floats(context, kShared, "shared", &shared));
-    if (shared.width() != e.size || shared.rows() != all) return invalid("edgespec: Experts' shared result is not %lld rows of %lld", all, e.size);
+    if (shared.width() != e.size || shared.rows() != all)
+      return invalid("edgespec: Experts' shared result is not %lld rows of %lld", all, e.size);
   }
   for (size_t i = 0; i < (e.has_up ? 3 : 2); i++) {
     Matrix& m = s.e.matrices[i];

@@ -53,7 +53,9 @@ void norm(const float* x, const float* delta, const float* weight, float epsilon
 // gpt-oss's: x * sigmoid(1.702 x) * (up + 1), where x is 7 at most and up within -7..7.
 void gate(int kind, const float* x, const float* up, int64_t count, float* out) {
   if (kind == kSilu) for (int64_t i = 0; i < count; i++) out[i] = x[i] / (1.f + exponential(-x[i])) * up[i];
-  else if (kind == kGelu) for (int64_t i = 0; i < count; i++) out[i] = x[i] / (1.f + exponential(-1.5957691216f * (x[i] + 0.044715f * x[i] * x[i] * x[i]))) * up[i];
+  else if (kind == kGelu)
+    for (int64_t i = 0; i < count; i++)
+      out[i] = x[i] / (1.f + exponential(-1.5957691216f * (x[i] + 0.044715f * x[i] * x[i] * x[i]))) * up[i];
   else for (int64_t i = 0; i < count; i++) {
     const float g = x[i] > 7.f ? 7.f : x[i], u = up[i] > 7.f ? 7.f : up[i] < -7.f ? -7.f : up[i];
     out[i] = g / (1.f + exponential(-1.702f * g)) * (u + 1.f);

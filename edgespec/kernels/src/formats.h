@@ -22,7 +22,8 @@ constexpr int kOutputs = 16;   // of a tile
 constexpr int kRowBlock = 64;  // rows of activations that meet a tile while it is in the first-level cache
 
 enum Type : int32_t {  // GGML's numbers
-  F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39
+  F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11,
+  Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39
 };
 
 // What the codes of IQ4_NL and IQ4_XS and those of MXFP4 (4-bit floats, doubled) stand for, plus 128.
@@ -107,7 +108,9 @@ struct Activations32 {
   int32_t offsets[3];  // -8, -16, -128 times the sum of q
   int8_t q[32];
 };
-constexpr int64_t activation_bytes(int inputs) { return inputs == 256 ? sizeof(Activations256) : inputs == 32 ? sizeof(Activations32) : sizeof(float); }
+constexpr int64_t activation_bytes(int inputs) {
+  return inputs == 256 ? sizeof(Activations256) : inputs == 32 ? sizeof(Activations32) : sizeof(float);
+}
 
 constexpr int64_t activation_bytes(int inputs, int64_t k, int64_t rows) { return k / inputs * rows * activation_bytes(inputs); }
 // Kinds of activations: blocks of so many inputs.
@@ -159,7 +162,8 @@ struct Kernels {
   bool (*quantise)(int inputs, int gate, const float* x, int64_t k, int64_t row, int64_t rows, uint8_t* out, float* rest);
   // y [rows, stride] of the outputs of the tiles first..last; rows <= kRowBlock. y and bias (or null) begin at the matrix's
   // first output.
-  void (*product)(int32_t type, const uint8_t* tiles, int64_t n, int64_t k, const uint8_t* activations, int rows, float* y, int64_t stride, const float* bias, int64_t first, int64_t last);
+  void (*product)(int32_t type, const uint8_t* tiles, int64_t n, int64_t k, const uint8_t* activations, int rows, float* y, int64_t stride,
+                  const float* bias, int64_t first, int64_t last);
   const Attention* attention;
   const Recurrence* recurrence;
 };

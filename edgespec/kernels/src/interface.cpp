@@ -27,7 +27,8 @@ EXPORT int64_t edgespec_scratch_bytes(int32_t type, int64_t k, int64_t m) {
   return packed_bytes(type, 1, k) < 0 || m < 1 ? -1 : activation_bytes(format(type).inputs, k, m < kRowBlock ? m : kRowBlock);
 }
 // y [m, n] of the outputs of the tiles first_tile..last_tile = x [m, k] times the matrix + bias [n] (or null), in this thread.
-EXPORT int32_t edgespec_product(int32_t type, const uint8_t* tiles, int64_t n, int64_t k, const float* x, int64_t m, float* y, const float* bias, uint8_t* scratch, int64_t first_tile, int64_t last_tile) {
+EXPORT int32_t edgespec_product(int32_t type, const uint8_t* tiles, int64_t n, int64_t k, const float* x, int64_t m, float* y,
+                                const float* bias, uint8_t* scratch, int64_t first_tile, int64_t last_tile) {
   if (packed_bytes(type, n, k) < 0 || m < 1 || first_tile < 0 || last_tile > (n - 1) / kOutputs + 1) return -1;
   const Kernels& path = kernels_in_use();
   for (int64_t start = 0; start < m; start += kRowBlock) {

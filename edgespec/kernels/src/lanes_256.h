@@ -25,9 +25,16 @@ struct Lanes {
   OP __m256i four_bytes(const void* p) { int32_t x; memcpy(&x, p, 4); return _mm256_set1_epi32(x); }
 
   OP Bytes load(const uint8_t* p) { return {load1(p), load1(p + 32)}; }
-  template <int n> OP __m256i shift1(__m256i x) { return n == 0 ? x : n < 0 ? _mm256_srli_epi16(x, n < 0 ? -n : 0) : _mm256_slli_epi16(x, n > 0 ? n : 0); }
+  template <int n>
+  OP __m256i shift1(__m256i x) {
+    return n == 0 ? x : n < 0 ? _mm256_srli_epi16(x, n < 0 ? -n : 0) : _mm256_slli_epi16(x, n > 0 ? n : 0);
+  }
   template <int n> OP Bytes shift(Bytes x) { return {shift1<n>(x.a), shift1<n>(x.b)}; }
-  template <int bits> OP Bytes mask(Bytes x) { const __m256i m = _mm256_set1_epi8(char(bits)); return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)}; }
+  template <int bits>
+  OP Bytes mask(Bytes x) {
+    const __m256i m = _mm256_set1_epi8(char(bits));
+    return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
+  }
   template <int low, int high> OP Bytes join(Bytes x, Bytes y) {
     x = mask<low>(x); y = mask<high>(y);
     return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)};
@@ -41,7 +48,10 @@ struct Lanes {
   OP Int broadcast(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
   OP Int add(Int x, Int y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
   OP Pair load_pair(const int8_t* p) { return {_mm256_cvtepi8_epi16(load_half(p)), _mm256_cvtepi8_epi16(load_half(p + 16))}; }
-  template <int n> OP Int subtract_shifted(Int x, Int y) { return {_mm256_sub_epi32(x.a, _mm256_slli_epi32(y.a, n)), _mm256_sub_epi32(x.b, _mm256_slli_epi32(y.b, n))}; }
+  template <int n>
+  OP Int subtract_shifted(Int x, Int y) {
+    return {_mm256_sub_epi32(x.a, _mm256_slli_epi32(y.a, n)), _mm256_sub_epi32(x.b, _mm256_slli_epi32(y.b, n))};
+  }
 
 #if defined(__AVXVNNI__)
   static constexpr bool kWideParts = true;
@@ -76,7 +86,10 @@ struct Lanes {
   }
   // A scale is in both halves of 32 bits.
   OP Int add_scaled(Int sum, Part p, Scale s) { return add(sum, {_mm256_madd_epi16(p.a, s.a), _mm256_madd_epi16(p.b, s.b)}); }
-  template <int factor> OP Int add_part(Int sum, Part p) { return add_scaled(sum, p, {_mm256_set1_epi16(factor), _mm256_set1_epi16(factor)}); }
+  template <int factor>
+  OP Int add_part(Int sum, Part p) {
+    return add_scaled(sum, p, {_mm256_set1_epi16(factor), _mm256_set1_epi16(factor)});
+  }
   OP Scale sixteenfold(Scale s) { return {_mm256_slli_epi16(s.a, 4), _mm256_slli_epi16(s.b, 4)}; }
   OP __m256i first1(__m256i p) { return _mm256_blend_epi16(p, _mm256_slli_epi32(p, 16), 0xaa); }
   OP __m256i second1(__m256i p) { return _mm256_blend_epi16(p, _mm256_srli_epi32(p, 16), 0x55); }
@@ -97,13 +110,20 @@ struct Lanes {
   OP Float load_floats(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
   OP void store_floats(float* p, Float x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
   OP Float load_halves(const uint8_t* p) { return {_mm256_cvtph_ps(load_half(p)), _mm256_cvtph_ps(load_half(p + 16))}; }
-  OP __m256 powers1(const uint8_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))), 23)); }
+  OP __m256 powers1(const uint8_t* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))), 23));
+  }
   OP Float load_powers(const uint8_t* p) { return {powers1(p), powers1(p + 8)}; }
-  OP __m256 floats1(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))); }
+  OP __m256 floats1(const uint8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  }
   OP Float load_codes(const uint8_t* p) { return {floats1(p), floats1(p + 8)}; }
   OP Float broadcast_half(const uint8_t* p) { const __m256 x = _mm256_cvtph_ps(_mm_set1_epi16(int16_t(bits16_at(p)))); return {x, x}; }
   OP __m128i halves1(__m256 x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
-  OP void store_halves(uint8_t* p, Float x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), halves1(x.a)); _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 16), halves1(x.b)); }
+  OP void store_halves(uint8_t* p, Float x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), halves1(x.a));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 16), halves1(x.b));
+  }
   OP __m256 load_bfloats(const uint8_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_half(p)), 16)); }
   template <Type type> OP Float load_weights(const uint8_t* p) {
     if (type == F16) return load_halves(p);

@@ -19,16 +19,28 @@ struct Lanes {
   using Float = __m512;
 
   OP Bytes load(const uint8_t* p) { return _mm512_loadu_si512(p); }
-  template <int n> OP Bytes shift(Bytes x) { return n == 0 ? x : n < 0 ? _mm512_srli_epi16(x, n < 0 ? -n : 0) : _mm512_slli_epi16(x, n > 0 ? n : 0); }
+  template <int n>
+  OP Bytes shift(Bytes x) {
+    return n == 0 ? x : n < 0 ? _mm512_srli_epi16(x, n < 0 ? -n : 0) : _mm512_slli_epi16(x, n > 0 ? n : 0);
+  }
   template <int bits> OP Bytes mask(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(char(bits))); }
-  template <int low, int high> OP Bytes join(Bytes x, Bytes y) { return _mm512_ternarylogic_epi32(x, _mm512_set1_epi8(char(low)), mask<high>(y), 0xea); }  // x & low | y & high
-  OP Bytes look_up(Bytes x, const uint8_t* table) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), x); }
+  // x & low | y & high
+  template <int low, int high>
+  OP Bytes join(Bytes x, Bytes y) {
+    return _mm512_ternarylogic_epi32(x, _mm512_set1_epi8(char(low)), mask<high>(y), 0xea);
+  }
+  OP Bytes look_up(Bytes x, const uint8_t* table) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), x);
+  }
 
   OP Bytes centre(Bytes x) { return x; }
   OP Int zero() { return _mm512_setzero_si512(); }
   OP Int broadcast(int32_t x) { return _mm512_set1_epi32(x); }
   OP Int four_bytes(const void* p) { int32_t x; memcpy(&x, p, 4); return _mm512_set1_epi32(x); }
-  template <bool first> OP Part dot(Part sum, Bytes w, const int8_t* q) { return _mm512_dpbusd_epi32(first ? zero() : sum, w, four_bytes(q)); }
+  template <bool first>
+  OP Part dot(Part sum, Bytes w, const int8_t* q) {
+    return _mm512_dpbusd_epi32(first ? zero() : sum, w, four_bytes(q));
+  }
   template <int> OP Int add_part(Int sum, Part p) { return _mm512_add_epi32(sum, p); }
   OP Int add_scaled(Int sum, Part p, Scale s) { return _mm512_add_epi32(sum, _mm512_mullo_epi32(p, s)); }
   OP Pair load_pair(const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
@@ -48,10 +60,16 @@ struct Lanes {
   OP void store_floats(float* p, Float x) { _mm512_storeu_ps(p, x); }
   OP __m256i half_register(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   OP Float load_halves(const uint8_t* p) { return _mm512_cvtph_ps(half_register(p)); }
-  OP Float load_powers(const uint8_t* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 23)); }
-  OP Float load_codes(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))); }
+  OP Float load_powers(const uint8_t* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 23));
+  }
+  OP Float load_codes(const uint8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
   OP Float broadcast_half(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_set1_epi16(int16_t(bits16_at(p)))); }
-  OP void store_halves(uint8_t* p, Float x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
+  OP void store_halves(uint8_t* p, Float x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+  }
   template <Type type> OP Float load_weights(const uint8_t* p) {
     if (type == F16) return load_halves(p);
     if (type == BF16) return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half_register(p)), 16));

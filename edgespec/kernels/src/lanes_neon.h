@@ -9,11 +9,17 @@ namespace {
 // Activations to int8. The twins in lanes_portable.h say the same in plain C++. `count` is a multiple of 16.
 uint32_t largest_bits(const float* x, int count) {
   uint32x4_t top[4] = {};
-  for (int i = 0; i < count; i += 16) UNROLL for (int j = 0; j < 4; j++) top[j] = vmaxq_u32(top[j], vreinterpretq_u32_f32(vabsq_f32(vld1q_f32(x + i + 4 * j))));
+  for (int i = 0; i < count; i += 16)
+    UNROLL for (int j = 0; j < 4; j++) top[j] = vmaxq_u32(top[j], vreinterpretq_u32_f32(vabsq_f32(vld1q_f32(x + i + 4 * j))));
   return vmaxvq_u32(vmaxq_u32(vmaxq_u32(top[0], top[1]), vmaxq_u32(top[2], top[3])));
 }
-INLINE int16x8_t codes4(const float* x, float inverse) { return vreinterpretq_s16_s32(vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x), inverse))); }  // to nearest, ties to even
-INLINE int8x16_t codes8(const float* x, float inverse) { return vreinterpretq_s8_s16(vuzp1q_s16(codes4(x, inverse), codes4(x + 4, inverse))); }
+// to nearest, ties to even
+INLINE int16x8_t codes4(const float* x, float inverse) {
+  return vreinterpretq_s16_s32(vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x), inverse)));
+}
+INLINE int8x16_t codes8(const float* x, float inverse) {
+  return vreinterpretq_s8_s16(vuzp1q_s16(codes4(x, inverse), codes4(x + 4, inverse)));
+}
 INLINE void codes32(const float* x, float inverse, int8_t* q, int* sums) {
   UNROLL for (int half = 0; half < 2; half++) {
     const int8x16_t codes = vuzp1q_s8(codes8(x + 16 * half, inverse), codes8(x + 16 * half + 8, inverse));
@@ -23,7 +29,8 @@ INLINE void codes32(const float* x, float inverse, int8_t* q, int* sums) {
 }
 
 struct Lanes {
-  // Rows: their parts take 16 registers, the codes 4; sums of super-blocks wait in memory. Sums of attention: 24, and 5 for a factor and what it multiplies.
+  // Rows: their parts take 16 registers, the codes 4; sums of super-blocks wait in memory. Sums of attention: 24, and 5 for a factor and
+  // what it multiplies.
   static constexpr int kRows = 4, kPairs = 6, kSums = 6, kAhead = 4096;
   static constexpr bool kWideParts = true;
   static constexpr int capacity(int) { return 64; }
@@ -109,7 +116,9 @@ struct Lanes {
     const float32x4_t x = vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(bits16_at(p))));
     return {x, x, x, x};
   }
-  OP void store_halves(uint8_t* p, Float x) { UNROLL for (int i = 0; i < 4; i++) vst1_u8(p + 8 * i, vreinterpret_u8_f16(vcvt_f16_f32(x.at[i]))); }
+  OP void store_halves(uint8_t* p, Float x) {
+    UNROLL for (int i = 0; i < 4; i++) vst1_u8(p + 8 * i, vreinterpret_u8_f16(vcvt_f16_f32(x.at[i])));
+  }
   template <Type type> OP Float load_weights(const uint8_t* p) {
     if constexpr (type == F16) return load_halves(p);
     else if constexpr (type == BF16) return EACH(Float, vreinterpretq_f32_u32(vshll_n_u16(load4(p + 8 * i), 16)));

@@ -18,7 +18,8 @@ OrtStatus* read_tiles(const OrtValue* value, const char* name, int64_t bytes, co
     int64_t number;
     memcpy(&number, t.data, sizeof number);
     const Held* found = held.find(number);
-    if (!found || found->bytes != bytes) return invalid("edgespec: %s names tiles that nobody holds, or of another size than %lld bytes", name, bytes);
+    if (!found || found->bytes != bytes)
+      return invalid("edgespec: %s names tiles that nobody holds, or of another size than %lld bytes", name, bytes);
     *out = found->tiles;
   } else if (given != bytes) return invalid("edgespec: %s has %lld bytes, its type and size need %lld", name, given, bytes);
   return nullptr;
@@ -45,7 +46,8 @@ bool Products::quantise(int kind, int64_t place, float* left) const {
   const int32_t own = group_of(all, place);
   const int64_t start = first[own] + (place - first[own]) / block_rows * block_rows, rows = first[own + 1] - start;
   const float* from = x + (row ? row[place] : place) * x_stride;
-  return kernels->quantise(kInputs[kind], gate, from, inputs(), place - start, rows < block_rows ? rows : block_rows, block(all, kind, start), left);
+  return kernels->quantise(kInputs[kind], gate, from, inputs(), place - start, rows < block_rows ? rows : block_rows,
+                           block(all, kind, start), left);
 }
 void Products::quantise(int64_t place) const {
   is_uneven[place] = false;
@@ -70,12 +72,14 @@ OrtStatus* Products::quantise_rest(Scratch* scratch) {
   TRY(scratch->get({{&left, inputs()}, {&y, rest.count * outputs},
                     {&rest.activations[0], sizes[0]}, {&rest.activations[1], sizes[1]}, {&rest.activations[2], sizes[2]}}));
   for (size_t i = 0; i < num_matrices; y += rest.count * matrices[i++].outputs) rest.y[i] = y;
-  for (int kind = 0; kind < kKinds; kind++) for (int64_t at = 0; has_kind[kind] && at < rest.count;) at = for_blocks(rest, at, [&](int64_t start, int64_t rows) {
-    for (int64_t i = 0; i < rows; i++) {
-      quantise(kind, rest_of[start + i], left);
-      kernels->quantise(kInputs[kind], kNoGate, left, inputs(), i, rows, block(rest, kind, start), nullptr);
-    }
-  });
+  for (int kind = 0; kind < kKinds; kind++)
+    for (int64_t at = 0; has_kind[kind] && at < rest.count;)
+      at = for_blocks(rest, at, [&](int64_t start, int64_t rows) {
+        for (int64_t i = 0; i < rows; i++) {
+          quantise(kind, rest_of[start + i], left);
+          kernels->quantise(kInputs[kind], kNoGate, left, inputs(), i, rows, block(rest, kind, start), nullptr);
+        }
+      });
   return nullptr;
 }
 // The tiles begin..end of all matrices' of a group, for its places from `at` on.
@@ -89,7 +93,9 @@ void Products::multiply(const Places& some, int64_t at, int64_t begin, int64_t e
       const float* bias = m.bias && &some == &all ? m.bias + own * m.outputs : nullptr;
       float* y = some.y[i] + start * some.stride[i];
       const uint8_t* activations = block(some, m.kind, start);
-      if (from < to) kernels->product(int32_t(m.type), m.tiles + own * m.bytes, m.outputs, m.inputs, activations, int(rows), y, some.stride[i], bias, from, to);
+      if (from < to)
+        kernels->product(int32_t(m.type), m.tiles + own * m.bytes, m.outputs, m.inputs, activations, int(rows), y, some.stride[i], bias,
+                         from, to);
     }
   });
 }

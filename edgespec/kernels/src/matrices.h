@@ -49,7 +49,9 @@ struct Products {
 
   int64_t inputs() const { return matrices[0].inputs; }
   int32_t group_of(const Places& some, int64_t at) const { return group ? group[&some == &rest ? rest_of[at] : at] : 0; }
-  uint8_t* block(const Places& some, int kind, int64_t start) const { return some.activations[kind] + activation_bytes(kInputs[kind], inputs(), start); }
+  uint8_t* block(const Places& some, int kind, int64_t start) const {
+    return some.activations[kind] + activation_bytes(kInputs[kind], inputs(), start);
+  }
   bool quantise(int kind, int64_t place, float* left) const;
   void quantise(int64_t place) const;
   OrtStatus* quantise_rest(Scratch* scratch);

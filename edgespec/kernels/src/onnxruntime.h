@@ -11,7 +11,13 @@
 #define ORT_CALL
 #endif
 
-struct OrtStatus; struct OrtKernelInfo; struct OrtKernelContext; struct OrtValue; struct OrtShape; struct OrtSessionOptions; struct OrtDomain;
+struct OrtStatus;
+struct OrtKernelInfo;
+struct OrtKernelContext;
+struct OrtValue;
+struct OrtShape;
+struct OrtSessionOptions;
+struct OrtDomain;
 
 struct OrtApi { void* at[280]; };  // functions of version 18 and before
 struct OrtApiBase { const OrtApi*(ORT_CALL* get_api)(uint32_t version); const char*(ORT_CALL* version)(); };
@@ -64,10 +70,16 @@ inline OrtStatus* attribute(const OrtKernelInfo* i, const char* name, float* out
 inline OrtStatus* attribute(const OrtKernelInfo* i, const char* name, int64_t* out) { return ort_call<OrtStatus*>(86, i, name, out); }
 inline OrtStatus* num_outputs(const OrtKernelContext* c, size_t* out) { return ort_call<OrtStatus*>(89, c, out); }
 inline OrtStatus* input(const OrtKernelContext* c, size_t i, const OrtValue** out) { return ort_call<OrtStatus*>(90, c, i, out); }
-inline OrtStatus* output(OrtKernelContext* c, size_t i, const int64_t* dims, size_t rank, OrtValue** out) { return ort_call<OrtStatus*>(91, c, i, dims, rank, out); }
-inline OrtStatus* attributes(const OrtKernelInfo* i, const char* name, int64_t* out, size_t* count) { return ort_call<OrtStatus*>(163, i, name, out, count); }
+inline OrtStatus* output(OrtKernelContext* c, size_t i, const int64_t* dims, size_t rank, OrtValue** out) {
+  return ort_call<OrtStatus*>(91, c, i, dims, rank, out);
+}
+inline OrtStatus* attributes(const OrtKernelInfo* i, const char* name, int64_t* out, size_t* count) {
+  return ort_call<OrtStatus*>(163, i, name, out, count);
+}
 inline OrtStatus* num_inputs(const OrtKernelInfo* i, size_t* out) { return ort_call<OrtStatus*>(230, i, out); }
 inline OrtStatus* num_outputs(const OrtKernelInfo* i, size_t* out) { return ort_call<OrtStatus*>(231, i, out); }
-inline OrtStatus* constant_input(const OrtKernelInfo* i, size_t at, int* is_constant, const OrtValue** out) { return ort_call<OrtStatus*>(249, i, at, is_constant, out); }
+inline OrtStatus* constant_input(const OrtKernelInfo* i, size_t at, int* is_constant, const OrtValue** out) {
+  return ort_call<OrtStatus*>(249, i, at, is_constant, out);
+}
 
 }  // namespace edgespec

@@ -28,7 +28,8 @@ struct Piece {
   int64_t bytes;
   template <class T> Piece(T** out, int64_t count) : out(out), bytes((count * int64_t(sizeof(T)) + 63) & ~int64_t(63)) {}
 };
-// Scratch memory of a run, lent by a few buffers that all kernels share: sessions may run at once, and what was used last is still in the cache.
+// Scratch memory of a run, lent by a few buffers that all kernels share: sessions may run at once, and what was used last is still in the
+// cache.
 struct Scratch {
   static constexpr int kSlots = 32;
   struct Buffer { size_t size; };
@@ -63,7 +64,10 @@ struct Scratch {
   }
   ~Scratch() { give_back(buffer); }
   static void give_back(Buffer* buffer) {
-    for (auto& slot : slots) { Buffer* none = nullptr; if (!buffer || slot.compare_exchange_strong(none, buffer, std::memory_order_release)) return; }
+    for (auto& slot : slots) {
+      Buffer* none = nullptr;
+      if (!buffer || slot.compare_exchange_strong(none, buffer, std::memory_order_release)) return;
+    }
     free(buffer);
   }
 };
@@ -104,7 +108,9 @@ inline OrtStatus* read(const OrtKernelContext* context, size_t at, const char* n
   *out = {};
   return value ? read(value, name, type, out) : nullptr;
 }
-inline OrtStatus* read_floats(const OrtKernelContext* context, size_t at, const char* name, Tensor* out) { return read(context, at, name, kTypeFloat, out); }
+inline OrtStatus* read_floats(const OrtKernelContext* context, size_t at, const char* name, Tensor* out) {
+  return read(context, at, name, kTypeFloat, out);
+}
 // Null: left out.
 inline OrtStatus* read_vector(const OrtKernelContext* context, size_t at, const char* name, int64_t size, const float** out) {
   Tensor t;
@@ -117,7 +123,8 @@ struct Row { int32_t slot, position, cell, parent; };  // see attention.cpp
 inline OrtStatus* read_rows(const OrtKernelContext* context, size_t at, const char* called, int64_t count, const Row** out) {
   Tensor rows;
   TRY(read(context, at, "rows", kTypeInt32, &rows));
-  if (rows.size() != 4 * count) return invalid("edgespec: %s has %lld numbers of rows, expected 4 for each of %lld rows", called, rows.size(), count);
+  if (rows.size() != 4 * count)
+    return invalid("edgespec: %s has %lld numbers of rows, expected 4 for each of %lld rows", called, rows.size(), count);
   *out = static_cast<const Row*>(rows.data);
   return nullptr;
 }
@@ -180,7 +187,13 @@ template <class T> class Registry {
   }
   void drop(int64_t number) {
     Lock lock(in_use);
-    for (T** each = &first; *each; each = &(*each)->next) if ((*each)->number == number) { T* gone = *each; *each = gone->next; free(gone); return; }
+    for (T** each = &first; *each; each = &(*each)->next)
+      if ((*each)->number == number) {
+        T* gone = *each;
+        *each = gone->next;
+        free(gone);
+        return;
+      }
   }
 };
 // The tiles of input `at`: of a constant initializer when a kernel is made (`info`), else of a run (`context`), if `out` has none yet.
@@ -204,7 +217,9 @@ struct Operator : OrtCustomOp {
   const char *called, *inputs;
   size_t outputs;
   static const Operator* of(const OrtCustomOp* op) { return static_cast<const Operator*>(op); }
-  Operator(const char* called, const char* inputs, size_t outputs, decltype(OrtCustomOp::create) create, decltype(OrtCustomOp::compute) compute) : OrtCustomOp(), called(called), inputs(inputs), outputs(outputs) {
+  Operator(const char* called, const char* inputs, size_t outputs, decltype(OrtCustomOp::create) create,
+           decltype(OrtCustomOp::compute) compute)
+      : OrtCustomOp(), called(called), inputs(inputs), outputs(outputs) {
     this->create = create; this->compute = compute;
     version = 16;
     provider = [](const OrtCustomOp*) -> const char* { return "CPUExecutionProvider"; };
@@ -212,7 +227,10 @@ struct Operator : OrtCustomOp {
     name = [](const OrtCustomOp* op) { return of(op)->called; };
     num_inputs = [](const OrtCustomOp* op) { return strlen(of(op)->inputs); };
     num_outputs = [](const OrtCustomOp* op) { return of(op)->outputs; };
-    input_type = [](const OrtCustomOp* op, size_t i) -> int { const int letter = of(op)->inputs[i] | 32; return letter == 't' ? kTypeUint8 : letter == 'i' ? kTypeInt32 : letter == 'n' ? kTypeInt64 : kTypeFloat; };
+    input_type = [](const OrtCustomOp* op, size_t i) -> int {
+      const int letter = of(op)->inputs[i] | 32;
+      return letter == 't' ? kTypeUint8 : letter == 'i' ? kTypeInt32 : letter == 'n' ? kTypeInt64 : kTypeFloat;
+    };
     input_kind = [](const OrtCustomOp* op, size_t i) -> int { return of(op)->inputs[i] & 32 ? kRequired : kOptional; };
     output_type = [](const OrtCustomOp*, size_t) -> int { return kTypeFloat; };
     output_kind = [](const OrtCustomOp*, size_t i) -> int { return i ? kOptional : kRequired; };

@@ -22,21 +22,26 @@ OrtStatus* create_matmul(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*
   size_t types = 0, outputs = 0, node_inputs, node_outputs;
   int64_t each_type[kMostMatrices], each_outputs[kMostMatrices];
   TRY(read_attributes(info, {{"K", &m.k}, {"gate", &m.gate, true}, {"cap", &m.cap, true}}));
-  if (m.gate < kNoGate || m.gate > kClamped) return invalid("edgespec: TiledMatMul has a gate %lld, 0, 1 (silu), 2 (gelu) and 3 (clamped) are known", m.gate);
+  if (m.gate < kNoGate || m.gate > kClamped)
+    return invalid("edgespec: TiledMatMul has a gate %lld, 0, 1 (silu), 2 (gelu) and 3 (clamped) are known", m.gate);
   TRY(attributes(info, "types", nullptr, &types));
   TRY(attributes(info, "outputs", nullptr, &outputs));
   TRY(num_inputs(info, &node_inputs));
   TRY(num_outputs(info, &node_outputs));
-  if (types < 1 || types > kMostMatrices || types != outputs) return invalid("edgespec: TiledMatMul has %zu types and %zu outputs, expected as many, 1 to %d", types, outputs, kMostMatrices);
-  if (node_inputs != 2 + types) return invalid("edgespec: TiledMatMul has %zu inputs, expected x, bias and %zu matrices", node_inputs, types);
-  if (node_outputs != 1 && node_outputs != types) return invalid("edgespec: TiledMatMul has %zu outputs, expected 1 or %zu", node_outputs, types);
+  if (types < 1 || types > kMostMatrices || types != outputs)
+    return invalid("edgespec: TiledMatMul has %zu types and %zu outputs, expected as many, 1 to %d", types, outputs, kMostMatrices);
+  if (node_inputs != 2 + types)
+    return invalid("edgespec: TiledMatMul has %zu inputs, expected x, bias and %zu matrices", node_inputs, types);
+  if (node_outputs != 1 && node_outputs != types)
+    return invalid("edgespec: TiledMatMul has %zu outputs, expected 1 or %zu", node_outputs, types);
   m.count = types;
   TRY(attributes(info, "types", each_type, &types));
   TRY(attributes(info, "outputs", each_outputs, &outputs));
   for (size_t i = 0; i < m.count; i++) {
     m.matrices[i] = {each_type[i], each_outputs[i], m.k, nullptr, nullptr, 0, 0};
     TRY(m.matrices[i].open(info, "TiledMatMul", 2 + i, kNames[i], 1));
-    if (__builtin_add_overflow(m.all_outputs, each_outputs[i], &m.all_outputs)) return invalid("edgespec: TiledMatMul has too many outputs");
+    if (__builtin_add_overflow(m.all_outputs, each_outputs[i], &m.all_outputs))
+      return invalid("edgespec: TiledMatMul has too many outputs");
   }
   return keep(m, out);
 }
@@ -92,7 +97,8 @@ OrtStatus* ORT_CALL compute_lookup(void* self, OrtKernelContext* context) {
   const int64_t count = ids.size();
   ids.dims[ids.rank++] = m.inputs;
   TRY(open(context, 0, ids, &y));
-  if (!lookup(int32_t(m.type), m.tiles, m.outputs, m.inputs, static_cast<const int64_t*>(ids.data), count, y)) return invalid("edgespec: TiledLookup has an id outside 0..%lld", m.outputs - 1);
+  if (!lookup(int32_t(m.type), m.tiles, m.outputs, m.inputs, static_cast<const int64_t*>(ids.data), count, y))
+    return invalid("edgespec: TiledLookup has an id outside 0..%lld", m.outputs - 1);
   return nullptr;
 }
 
@@ -103,7 +109,8 @@ const Operator kOperators[] = {
 }  // namespace
 }  // namespace edgespec
 
-extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
+extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_CALL RegisterCustomOps(OrtSessionOptions* options,
+                                                                                        const OrtApiBase* base) {
   using namespace edgespec;
   static OrtDomain* domain;  // kept for the process's life, as sessions refer to it
   ort = base->get_api(18);

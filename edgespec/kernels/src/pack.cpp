@@ -9,7 +9,10 @@ int64_t packed_bytes(int32_t type, int64_t n, int64_t k) {
   const Format f = format(type);
   int64_t size;
   if (!f.inputs || n < 1 || k < 1 || k % f.inputs) return -1;
-  return __builtin_mul_overflow(n / kOutputs + (n % kOutputs != 0), k / f.inputs, &size) || __builtin_mul_overflow(size, f.tile_bytes(), &size) ? -1 : size;
+  return __builtin_mul_overflow(n / kOutputs + (n % kOutputs != 0), k / f.inputs, &size) ||
+                 __builtin_mul_overflow(size, f.tile_bytes(), &size)
+             ? -1
+             : size;
 }
 
 namespace {
@@ -120,7 +123,9 @@ template <Type type> bool pack_floats(const uint8_t* rows, int64_t num_rows, int
     for (int64_t at = 0; at < k; at += 32) for (int c = 0; c < count; c++) for (int64_t i = at; i < k && i < at + 32; i++) {
       const uint8_t* p = rows + ((t + c) * k + i) * size;
       memcpy(tiles + (i * kOutputs + c) * size, p, size);
-      finite &= type == BF16 ? (bits16_at(p) & 0x7f80) != 0x7f80 : type == F16 ? is_finite(p) : (bits16_at(p + size - 2) & 0x7f80) != 0x7f80;
+      finite &= type == BF16  ? (bits16_at(p) & 0x7f80) != 0x7f80
+                : type == F16 ? is_finite(p)
+                              : (bits16_at(p + size - 2) & 0x7f80) != 0x7f80;
     }
   }
   return finite;
@@ -182,7 +187,11 @@ bool write_q4_0(const float* x, uint8_t* block) {
     low[j] = x[i + j] < low[j] ? x[i + j] : low[j];
     none[j] += x[i + j] * 0.f;  // unless it is not finite
   }
-  for (int j = 1; j < 8; j++) { high[0] = high[j] > high[0] ? high[j] : high[0]; low[0] = low[j] < low[0] ? low[j] : low[0]; none[0] += none[j]; }
+  for (int j = 1; j < 8; j++) {
+    high[0] = high[j] > high[0] ? high[j] : high[0];
+    low[0] = low[j] < low[0] ? low[j] : low[0];
+    none[0] += none[j];
+  }
   const float d = (high[0] > -low[0] ? high[0] : low[0]) / -8.f, inverse = d != 0 ? 1.f / d : 0;
   const uint16_t half = half_of(d);
   memcpy(block, &half, 2);
@@ -239,7 +248,8 @@ bool lookup(int32_t type, const uint8_t* tiles, int64_t n, int64_t k, const int6
   for (int64_t i = 0; i < count; i++) if (ids[i] < 0 || ids[i] >= n) return false;
   const int64_t blocks = k / format(type).inputs, tile_bytes = blocks * format(type).tile_bytes();
   with_type(type, [&](auto constant) {
-    for (int64_t i = 0; i < count; i++) look_up_row<constant>(tiles + ids[i] / kOutputs * tile_bytes, int(ids[i] % kOutputs), blocks, out + i * k);
+    for (int64_t i = 0; i < count; i++)
+      look_up_row<constant>(tiles + ids[i] / kOutputs * tile_bytes, int(ids[i] % kOutputs), blocks, out + i * k);
   });
   return true;
 }

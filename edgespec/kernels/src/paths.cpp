@@ -22,11 +22,15 @@ bool saves(unsigned state) {
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return has_bits(low, state);
 }
-bool has_avx2() { return saves(6) && has_bits(cpuid(1, 0).c, 1u << 28 | 1u << 12 | 1u << 29) && has_bits(cpuid(7, 0).b, 1u << 5); }  // AVX, FMA, F16C; AVX2
+// AVX, FMA, F16C; AVX2
+bool has_avx2() {
+  return saves(6) && has_bits(cpuid(1, 0).c, 1u << 28 | 1u << 12 | 1u << 29) && has_bits(cpuid(7, 0).b, 1u << 5);
+}
 bool has_avxvnni() { return has_avx2() && has_bits(cpuid(7, 1).a, 1u << 4); }
 bool has_avx512() {
   const Registers r = cpuid(7, 0);
-  return has_avx2() && saves(0xe6) && has_bits(r.b, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31) && has_bits(r.c, 1u << 11);  // F, DQ, BW, VL; VNNI
+  return has_avx2() && saves(0xe6) && has_bits(r.b, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31) &&
+         has_bits(r.c, 1u << 11);  // F, DQ, BW, VL; VNNI
 }
 constexpr char avx2_name[] = "avx2", avxvnni_name[] = "avx-vnni", avx512_name[] = "avx512-vnni";
 }  // namespace
@@ -43,7 +47,8 @@ extern "C" __declspec(dllimport) int __stdcall IsProcessorFeaturePresent(unsigne
 namespace edgespec {
 namespace {
 // `bit` of the auxiliary vector's word number `word`; `feature` of winnt.h; `name`: of what sysctl knows.
-bool has([[maybe_unused]] unsigned long word, [[maybe_unused]] int bit, [[maybe_unused]] unsigned long feature, [[maybe_unused]] const char* name) {
+bool has([[maybe_unused]] unsigned long word, [[maybe_unused]] int bit, [[maybe_unused]] unsigned long feature,
+         [[maybe_unused]] const char* name) {
 #if defined(__APPLE__)
   int value = 0;
   size_t size = sizeof value;
@@ -54,8 +59,14 @@ bool has([[maybe_unused]] unsigned long word, [[maybe_unused]] int bit, [[maybe_
   return getauxval(word) >> bit & 1;
 #endif
 }
-bool has_neondot() { return has(16, 20, 43, "hw.optional.arm.FEAT_DotProd"); }  // AT_HWCAP, HWCAP_ASIMDDP; PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE
-bool has_neoni8mm() { return has_neondot() && has(26, 13, 66, "hw.optional.arm.FEAT_I8MM"); }  // AT_HWCAP2, HWCAP2_I8MM; PF_ARM_V82_I8MM_INSTRUCTIONS_AVAILABLE
+// AT_HWCAP, HWCAP_ASIMDDP; PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE
+bool has_neondot() {
+  return has(16, 20, 43, "hw.optional.arm.FEAT_DotProd");
+}
+// AT_HWCAP2, HWCAP2_I8MM; PF_ARM_V82_I8MM_INSTRUCTIONS_AVAILABLE
+bool has_neoni8mm() {
+  return has_neondot() && has(26, 13, 66, "hw.optional.arm.FEAT_I8MM");
+}
 constexpr char neondot_name[] = "neon-dot", neoni8mm_name[] = "neon-i8mm";
 }  // namespace
 }  // namespace edgespec

@@ -85,7 +85,8 @@ template <Type kType, int j, int pass> INLINE Lanes::Bytes codes(const uint8_t* 
   constexpr Format f = format(kType);
   constexpr int low_mask = (1 << f.low) - 1, high_mask = ((1 << f.high) - 1) << f.low;
   Lanes::Bytes c = Lanes::shift<-(j * f.low % 8)>(Lanes::load(planes + j * f.low / 8 * 64));
-  if constexpr (f.high) c = Lanes::join<low_mask, high_mask>(c, Lanes::shift<f.low - j * f.high % 8>(Lanes::load(planes + 64 * f.low + j * f.high / 8 * 64)));
+  if constexpr (f.high)
+    c = Lanes::join<low_mask, high_mask>(c, Lanes::shift<f.low - j * f.high % 8>(Lanes::load(planes + 64 * f.low + j * f.high / 8 * 64)));
   else if constexpr (f.low < 8) c = Lanes::mask<low_mask>(c);
   if constexpr (f.table != nullptr) c = Lanes::look_up(c, f.table);
   else if constexpr (f.is_signed()) c = Lanes::centre(c);
@@ -101,7 +102,10 @@ template <int kCount, class F> INLINE void unrolled(F f) { unrolled(f, std::make
 // Fetches what is kAhead further, a little with each part of the work: many at once would keep the loads of that work
 // waiting. Into the second level: the first one is full of activations, and every line that is fetched into it drives one
 // out. Past the end at worst: a prefetch never faults.
-template <int kBytes> INLINE void fetch_ahead(const uint8_t* from) { UNROLL for (int at = 0; at < kBytes; at += 64) __builtin_prefetch(from + Lanes::kAhead + at, 0, 2); }
+template <int kBytes>
+INLINE void fetch_ahead(const uint8_t* from) {
+  UNROLL for (int at = 0; at < kBytes; at += 64) __builtin_prefetch(from + Lanes::kAhead + at, 0, 2);
+}
 
 // Adds one super-block to `v`.
 template <Type kType, int kRows> INLINE void add_super_block(const uint8_t* tile, const Activations256* a, Lanes::Float* v) {
@@ -123,8 +127,10 @@ template <Type kType, int kRows> INLINE void add_super_block(const uint8_t* tile
         Lanes::Part part[kRows];
         unrolled<8>([&](auto j) ALWAYS_INLINE {
           const Lanes::Bytes c = codes<kType, j, pass>(tile + f.planes_at() + at * f.plane_bytes());
-          if constexpr (starts_at_offset && j % quads == 0) UNROLL for (int r = 0; r < kRows; r++) part[r] = Lanes::broadcast(a[r].minus32[2 * at + j / 4]);
-          UNROLL for (int r = 0; r < kRows; r++) part[r] = Lanes::dot<j % quads == 0 && !starts_at_offset>(part[r], c, a[r].q + 32 * at + 4 * j);
+          if constexpr (starts_at_offset && j % quads == 0)
+            UNROLL for (int r = 0; r < kRows; r++) part[r] = Lanes::broadcast(a[r].minus32[2 * at + j / 4]);
+          constexpr bool is_first = j % quads == 0 && !starts_at_offset;
+          UNROLL for (int r = 0; r < kRows; r++) part[r] = Lanes::dot<is_first>(part[r], c, a[r].q + 32 * at + 4 * j);
           if constexpr ((j + 1) % quads == 0) {
             const Lanes::Scale s = scale[groups32 == 2 ? h : j / 4];
             UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::add_scaled(sum[r], part[r], pass ? Lanes::sixteenfold(s) : s);
@@ -156,14 +162,16 @@ template <Type kType, int kRows> INLINE void add_block(const uint8_t* tile, cons
   constexpr int quads = Lanes::capacity(f.max_code()) < 8 ? Lanes::capacity(f.max_code()) : 8;  // of a part
   Lanes::Int sum[kRows];
   fetch_ahead<f.tile_bytes()>(tile);
-  UNROLL for (int r = 0; r < kRows; r++) sum[r] = kOffset<kType> ? Lanes::broadcast(a[r].offsets[f.offset == 8 ? 0 : f.offset == 16 ? 1 : 2]) : Lanes::zero();
+  constexpr int which = f.offset == 8 ? 0 : f.offset == 16 ? 1 : 2;
+  UNROLL for (int r = 0; r < kRows; r++) sum[r] = kOffset<kType> ? Lanes::broadcast(a[r].offsets[which]) : Lanes::zero();
   unrolled<kPasses<kType>>([&](auto pass) ALWAYS_INLINE {
     [[maybe_unused]] Lanes::Part part[kRows];
     unrolled<8>([&](auto j) ALWAYS_INLINE {
       const Lanes::Bytes c = codes<kType, j, pass>(tile + f.planes_at());
       if constexpr (Lanes::kWideParts) UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::dot<false>(sum[r], c, a[r].q + 4 * j);
       else UNROLL for (int r = 0; r < kRows; r++) part[r] = Lanes::dot<j % quads == 0>(part[r], c, a[r].q + 4 * j);
-      if constexpr (!Lanes::kWideParts && (j + 1) % quads == 0) UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::add_part<pass ? 16 : 1>(sum[r], part[r]);
+      if constexpr (!Lanes::kWideParts && (j + 1) % quads == 0)
+        UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::add_part<pass ? 16 : 1>(sum[r], part[r]);
     });
   });
   const Lanes::Float d = scales<kType>(tile), min = Lanes::load_halves(tile + (f.has_mins ? 32 : 0));
@@ -173,7 +181,8 @@ template <Type kType, int kRows> INLINE void add_block(const uint8_t* tile, cons
   }
 }
 
-// Adds `blocks` blocks to the sums of kRows rows, [kRows][16]. `stride`: bytes from one block of activations to the next (floats: from row to row).
+// Adds `blocks` blocks to the sums of kRows rows, [kRows][16]. `stride`: bytes from one block of activations to the next (floats: from row
+// to row).
 template <Type kType, int kRows> void step(const uint8_t* tile, int64_t blocks, const uint8_t* activations, int64_t stride, float* sums) {
   constexpr Format f = format(kType);
   Lanes::Float v[kRows];
@@ -184,7 +193,8 @@ template <Type kType, int kRows> void step(const uint8_t* tile, int64_t blocks, 
     else if constexpr (f.inputs == 32) add_block<kType, kRows>(w, reinterpret_cast<const Activations32*>(activations + b * stride), v);
     else {
       const Lanes::Float weights = Lanes::load_weights<kType>(w);
-      UNROLL for (int r = 0; r < kRows; r++) v[r] = Lanes::fma(weights, Lanes::broadcast(reinterpret_cast<const float*>(activations + r * stride)[b]), v[r]);
+      UNROLL for (int r = 0; r < kRows; r++) v[r] =
+          Lanes::fma(weights, Lanes::broadcast(reinterpret_cast<const float*>(activations + r * stride)[b]), v[r]);
     }
   }
   UNROLL for (int r = 0; r < kRows; r++) Lanes::store_floats(sums + r * kOutputs, v[r]);
@@ -197,13 +207,17 @@ template <Type kType, int... kRows> constexpr Step step_of(int rows, std::intege
 }
 
 void put(const float* sums, int rows, float* y, int64_t stride, const float* bias, int count) {
-  for (int r = 0; r < rows; r++) for (int c = 0; c < count; c++) y[r * stride + c] = bias ? sums[r * kOutputs + c] + bias[c] : sums[r * kOutputs + c];
+  for (int r = 0; r < rows; r++)
+    for (int c = 0; c < count; c++) y[r * stride + c] = bias ? sums[r * kOutputs + c] + bias[c] : sums[r * kOutputs + c];
 }
 
-template <Type kType> void product_of(const uint8_t* tiles, int64_t n, int64_t k, const uint8_t* activations, int rows, float* y, int64_t stride, const float* bias, int64_t first, int64_t last) {
+template <Type kType>
+void product_of(const uint8_t* tiles, int64_t n, int64_t k, const uint8_t* activations, int rows, float* y, int64_t stride,
+                const float* bias, int64_t first, int64_t last) {
   constexpr Format f = format(kType);
   constexpr int64_t chunk = f.is_super() ? 1 : f.is_float() ? 64 : 8;  // blocks that all rows meet before the next ones
-  const int64_t blocks = k / f.inputs, row_bytes = f.is_float() ? k * 4 : activation_bytes(f.inputs), block_bytes = f.is_float() ? 4 : rows * row_bytes;
+  const int64_t blocks = k / f.inputs, row_bytes = f.is_float() ? k * 4 : activation_bytes(f.inputs),
+                block_bytes = f.is_float() ? 4 : rows * row_bytes;
   const int parts = (rows + Lanes::kRows - 1) / Lanes::kRows;
   alignas(64) float sums[kRowBlock * kOutputs];
   for (int64_t t = first; t < last; t++) {
@@ -213,14 +227,17 @@ template <Type kType> void product_of(const uint8_t* tiles, int64_t n, int64_t k
       const int64_t count = blocks - b < chunk ? blocks - b : chunk;
       for (int p = 0, r = 0; p < parts; p++) {  // groups of rows as even as possible
         const int size = (rows - r) / (parts - p);
-        step_of<kType>(size, std::make_integer_sequence<int, Lanes::kRows>())(tile, count, activations + b * block_bytes + r * row_bytes, f.is_float() ? row_bytes : block_bytes, sums + r * kOutputs);
+        step_of<kType>(size, std::make_integer_sequence<int, Lanes::kRows>())(tile, count, activations + b * block_bytes + r * row_bytes,
+                                                                              f.is_float() ? row_bytes : block_bytes, sums + r * kOutputs);
         r += size;
       }
     }
-    put(sums, rows, y + t * kOutputs, stride, bias ? bias + t * kOutputs : nullptr, n - t * kOutputs < kOutputs ? int(n - t * kOutputs) : kOutputs);
+    put(sums, rows, y + t * kOutputs, stride, bias ? bias + t * kOutputs : nullptr,
+        n - t * kOutputs < kOutputs ? int(n - t * kOutputs) : kOutputs);
   }
 }
-void product(int32_t type, const uint8_t* tiles, int64_t n, int64_t k, const uint8_t* activations, int rows, float* y, int64_t stride, const float* bias, int64_t first, int64_t last) {
+void product(int32_t type, const uint8_t* tiles, int64_t n, int64_t k, const uint8_t* activations, int rows, float* y, int64_t stride,
+             const float* bias, int64_t first, int64_t last) {
   with_type(type, [&](auto constant) { product_of<constant>(tiles, n, k, activations, rows, y, stride, bias, first, last); });
 }
 

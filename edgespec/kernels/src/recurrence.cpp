@@ -18,15 +18,18 @@ namespace {
 Registry<States> all_states;
 
 // Adds what the log has at `cell` to 16 times `columns` of a head's values.
-void add_logged(const Recurrence& kernels, const State& s, int64_t head, int64_t column, int columns, int64_t cell, const float* from, float* to) {
+void add_logged(const Recurrence& kernels, const State& s, int64_t head, int64_t column, int columns, int64_t cell, const float* from,
+                float* to) {
   const int64_t size = s.shape->size;
-  kernels.add(from, to, columns, int(size), s.keys(cell) + head % s.shape->key_heads * size, s.decays(cell)[head], s.deltas(cell) + head * s.shape->value_size + column * kLanes);
+  kernels.add(from, to, columns, int(size), s.keys(cell) + head % s.shape->key_heads * size, s.decays(cell)[head],
+              s.deltas(cell) + head * s.shape->value_size + column * kLanes);
 }
 // Adds what the log has at `cell` to a copy of S.
 void add_all(const State& s, int64_t cell, float* copy) {
   const int64_t block = s.shape->size * kLanes;
-  for (int64_t h = 0; h < s.shape->value_heads; h++) for (int64_t column = 0; column < s.shape->value_size / kLanes; column++, copy += block)
-    add_logged(*kernels_in_use().recurrence, s, h, column, 1, cell, copy, copy);
+  for (int64_t h = 0; h < s.shape->value_heads; h++)
+    for (int64_t column = 0; column < s.shape->value_size / kLanes; column++, copy += block)
+      add_logged(*kernels_in_use().recurrence, s, h, column, 1, cell, copy, copy);
 }
 
 struct Layer {
@@ -34,7 +37,14 @@ struct Layer {
   float epsilon;
   bool is_delta;
   const char* name() const { return is_delta ? "DeltaNet" : "Mamba2"; }
-  StateShape shape(int32_t taps) const { return {int32_t(2 * key_heads * size + value_heads * value_size), taps, int32_t(key_heads), int32_t(value_heads), int32_t(size), int32_t(value_size)}; }
+  StateShape shape(int32_t taps) const {
+    return {int32_t(2 * key_heads * size + value_heads * value_size),
+            taps,
+            int32_t(key_heads),
+            int32_t(value_heads),
+            int32_t(size),
+            int32_t(value_size)};
+  }
 };
 // The rows of one text. S is at position `start` and will be at `settled`, which is beyond `base` where not all rows fit the log.
 struct Part { int64_t first, last, base, start, settled; State state; };
@@ -56,7 +66,9 @@ struct Step {
 
   const float* input_of(int64_t row) const { return inputs + row * input_stride; }
   int64_t key_width() const { return layer.key_heads * layer.size; }
-  float* query(int64_t row, int64_t head) const { return mixed + row * shape->channels + !layer.is_delta * key_width() + head * layer.size; }
+  float* query(int64_t row, int64_t head) const {
+    return mixed + row * shape->channels + !layer.is_delta * key_width() + head * layer.size;
+  }
   float* key(int64_t row, int64_t head) const { return mixed + row * shape->channels + layer.is_delta * key_width() + head * layer.size; }
 };
 
@@ -91,7 +103,8 @@ void mix_row(Step& s, int64_t row) {
     s.overlaps[row * s.layer.key_heads + h] = s.kernels->dot(query, s.key(row, h), size);
   }
   const float* gates = s.gates + row * (1 + s.layer.is_delta) * heads;
-  s.kernels->rates(s.layer.is_delta ? gates : nullptr, gates + s.layer.is_delta * heads, s.bias, s.rate, heads, s.betas + row * heads, s.decays + row * heads);
+  s.kernels->rates(s.layer.is_delta ? gates : nullptr, gates + s.layer.is_delta * heads, s.bias, s.rate, heads, s.betas + row * heads,
+                   s.decays + row * heads);
 }
 
 // Some of a head's values for the rows of a text; `copy`: room for a state with rows that may be dropped.
@@ -106,13 +119,17 @@ struct Columns {
   int64_t key_head() const { return head % s.layer.key_heads; }
   int64_t value_at(int64_t row) const { return row * s.inner + head * s.layer.value_size + first * kLanes; }
   void add_row(int64_t row, float* to) {
-    s.kernels->add(now, to, count, int(s.layer.size), s.key(row, key_head()), s.decays[row * s.layer.value_heads + head], s.deltas + value_at(row));
+    s.kernels->add(now, to, count, int(s.layer.size), s.key(row, key_head()), s.decays[row * s.layer.value_heads + head],
+                   s.deltas + value_at(row));
     now = to;
   }
   // To the state behind `row`, -1: before the pass.
   void go_to(int64_t row) {
     now = state;
-    for (int64_t cell = part.settled; cell < part.base; cell++) { add_logged(*s.kernels, part.state, head, first, count, cell, now, copy); now = copy; }
+    for (int64_t cell = part.settled; cell < part.base; cell++) {
+      add_logged(*s.kernels, part.state, head, first, count, cell, now, copy);
+      now = copy;
+    }
     int32_t path[kMostLogged];
     int depth = 0;
     for (; row >= 0; row = s.rows[row].parent) path[depth++] = int32_t(row);
@@ -121,12 +138,20 @@ struct Columns {
   void ask(int64_t row) {
     const int64_t heads = s.layer.value_heads;
     const float decay = s.decays[row * heads + head];
-    const Asked asked = {s.key(row, key_head()), s.query(row, key_head()), s.mixed + row * s.shape->channels + 2 * s.key_width() + value_at(row) - row * s.inner, decay, s.betas[row * heads + head], s.overlaps[row * s.layer.key_heads + key_head()], s.layer.is_delta ? decay : 0.f, s.skip ? s.skip[head] : 0.f};
+    const Asked asked = {s.key(row, key_head()),
+                         s.query(row, key_head()),
+                         s.mixed + row * s.shape->channels + 2 * s.key_width() + value_at(row) - row * s.inner,
+                         decay,
+                         s.betas[row * heads + head],
+                         s.overlaps[row * s.layer.key_heads + key_head()],
+                         s.layer.is_delta ? decay : 0.f,
+                         s.skip ? s.skip[head] : 0.f};
     s.kernels->ask(now, count, int(s.layer.size), asked, s.deltas + value_at(row), s.y + value_at(row));
   }
   void run() {
     if (!part.base) memset(state, 0, size_t(count * s.layer.size * kLanes) * 4);
-    for (int64_t cell = part.start; cell < part.settled && cell < part.base; cell++) add_logged(*s.kernels, part.state, head, first, count, cell, state, state);
+    for (int64_t cell = part.start; cell < part.settled && cell < part.base; cell++)
+      add_logged(*s.kernels, part.state, head, first, count, cell, state, state);
     int64_t at = -2;
     for (int64_t row = part.first; row < part.last; at = row++) {
       if (s.rows[row].parent != at) go_to(s.rows[row].parent);
@@ -142,7 +167,8 @@ void run_head(Step& s, const Part& part, int64_t head) {
   if (!scratch.get(size_t(columns * size * kLanes) * 4)) { s.out_of_memory = true; return; }
   for (int64_t first = 0; first < values / kLanes; first += columns) {
     const int count = int(values / kLanes - first < columns ? values / kLanes - first : columns);
-    Columns{s, part, head, first, count, part.state.head(head) + first * size * kLanes, reinterpret_cast<float*>(scratch.data), nullptr}.run();
+    Columns{s, part, head, first, count, part.state.head(head) + first * size * kLanes, reinterpret_cast<float*>(scratch.data), nullptr}
+        .run();
   }
   alignas(64) float normed[1024];
   for (int64_t row = part.first; row < part.last; row++) {
@@ -177,24 +203,32 @@ OrtStatus* divide(Step* s, const char* name, Part* parts) {
     const Row& root = s->rows[first];
     for (last = first; last < s->count && s->rows[last].slot == root.slot; last++) {
       const Row& r = s->rows[last];
-      const bool follows = r.parent < 0 ? r.parent == -1 && r.position == root.position : r.parent >= first && r.parent < last && s->rows[r.parent].position + 1 == r.position;
+      const bool follows = r.parent < 0 ? r.parent == -1 && r.position == root.position
+                                        : r.parent >= first && r.parent < last && s->rows[r.parent].position + 1 == r.position;
       if (r.slot < 0 || r.slot >= s->states->slots || root.position < 0 || r.cell != root.position + (last - first) || !follows)
-        return invalid("edgespec: %s has a row %lld (slot %d, position %d, cell %d, parent %d) outside %lld slots, or away from its parent or its place", name, last, r.slot, r.position, r.cell, r.parent, s->states->slots);
+        return invalid(
+            "edgespec: %s has a row %lld (slot %d, position %d, cell %d, parent %d) outside %lld slots, or away from its parent or its "
+            "place",
+            name, last, r.slot, r.position, r.cell, r.parent, s->states->slots);
     }
     if (!parts) { s->num_parts++; continue; }
     const State state = s->states->at(root.slot, s->layer.number);
     const State::Header header = state.header();
     Part part = {first, last, root.position, root.position ? header.start : 0, 0, state};
     if (part.base && (header.start < 0 || header.start > part.base || header.end < part.base || part.base - header.start > s->states->log))
-      return invalid("edgespec: %s has a row %lld at position %lld of a text whose state reaches %lld to %lld", name, first, part.base, header.start, header.end);
-    const int64_t floor = s->states->floors[root.slot], wanted = floor < part.base ? floor : part.base, least = part.base + (last - first) - s->states->log;
+      return invalid("edgespec: %s has a row %lld at position %lld of a text whose state reaches %lld to %lld", name, first, part.base,
+                     header.start, header.end);
+    const int64_t floor = s->states->floors[root.slot], wanted = floor < part.base ? floor : part.base,
+                  least = part.base + (last - first) - s->states->log;
     part.settled = wanted > part.start ? wanted : part.start;
     if (part.settled < least) part.settled = least;
     for (int64_t row = first; row < last; row++) {
-      if (part.settled > part.base && row > first && s->rows[row].parent != row - 1) return invalid("edgespec: %s has %lld rows with branches, its states keep %lld", name, (last - first), s->states->log);
+      if (part.settled > part.base && row > first && s->rows[row].parent != row - 1)
+        return invalid("edgespec: %s has %lld rows with branches, its states keep %lld", name, (last - first), s->states->log);
       s->part_of[row] = int32_t(s->num_parts);
     }
-    for (int64_t i = 0; i < s->num_parts; i++) if (parts[i].state.memory == state.memory) return invalid("edgespec: %s has rows of slot %d apart", name, root.slot);
+    for (int64_t i = 0; i < s->num_parts; i++)
+      if (parts[i].state.memory == state.memory) return invalid("edgespec: %s has rows of slot %d apart", name, root.slot);
     parts[s->num_parts++] = part;
   }
   return nullptr;
@@ -202,22 +236,26 @@ OrtStatus* divide(Step* s, const char* name, Part* parts) {
 OrtStatus* read_places(const OrtKernelContext* context, size_t at, const char* name, const StateShape& wanted, Step* s) {
   TRY(read_rows(context, at, name, s->count, &s->rows));
   TRY(all_states.find(context, at + 1, name, "states", &s->states));
-  if (s->layer.number < 0 || s->layer.number >= s->states->layers) return invalid("edgespec: %s is layer %lld of states of %lld layers", name, s->layer.number, s->states->layers);
+  if (s->layer.number < 0 || s->layer.number >= s->states->layers)
+    return invalid("edgespec: %s is layer %lld of states of %lld layers", name, s->layer.number, s->states->layers);
   s->shape = s->states->shapes + s->layer.number;
-  if (memcmp(s->shape, &wanted, sizeof wanted)) return invalid("edgespec: %s is layer %lld of states, which has other sizes", name, s->layer.number);
+  if (memcmp(s->shape, &wanted, sizeof wanted))
+    return invalid("edgespec: %s is layer %lld of states, which has other sizes", name, s->layer.number);
   return divide(s, name, nullptr);
 }
 // Reads the kernel [taps, channels].
 OrtStatus* read_kernel(const OrtKernelContext* context, size_t at, int64_t channels, Step* s, StateShape* wanted) {
   Tensor kernel;
   TRY(read_floats(context, at, "kernel", &kernel));
-  if (kernel.rank != 2 || kernel.dims[1] != channels || kernel.dims[0] > kMostTaps) return invalid("edgespec: a kernel is not [2 to %d, %lld]", kMostTaps, channels);
+  if (kernel.rank != 2 || kernel.dims[1] != channels || kernel.dims[0] > kMostTaps)
+    return invalid("edgespec: a kernel is not [2 to %d, %lld]", kMostTaps, channels);
   s->kernel = kernel.floats();
   wanted->channels = int32_t(channels); wanted->taps = int32_t(kernel.dims[0]);
   return nullptr;
 }
 void settle(const Step& s) {
-  for (int64_t i = 0; i < s.num_parts; i++) s.parts[i].state.header() = {s.parts[i].settled, s.parts[i].base + s.parts[i].last - s.parts[i].first, {}};
+  for (int64_t i = 0; i < s.num_parts; i++)
+    s.parts[i].state.header() = {s.parts[i].settled, s.parts[i].base + s.parts[i].last - s.parts[i].first, {}};
 }
 
 // ---- DeltaNet and Mamba2, whose norm is a node of its own
@@ -231,7 +269,8 @@ OrtStatus* create_delta(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* 
   bool fits = true;
   for (const int64_t each : {l.key_heads, l.value_heads, l.size, l.value_size}) fits &= each > 0 && each <= 4096;
   if (!fits || (l.is_delta && l.size != l.value_size) || !l.shape(2).is_possible())
-    return invalid("edgespec: %s cannot have %lld heads of size %lld for %lld heads of keys of %lld", l.name(), l.value_heads, l.value_size, l.key_heads, l.size);
+    return invalid("edgespec: %s cannot have %lld heads of size %lld for %lld heads of keys of %lld", l.name(), l.value_heads, l.value_size,
+                   l.key_heads, l.size);
   return keep(l, out);
 }
 OrtStatus* ORT_CALL compute_delta(void* self, OrtKernelContext* context) {
@@ -247,7 +286,8 @@ OrtStatus* ORT_CALL compute_delta(void* self, OrtKernelContext* context) {
   s.x_width = s.input_stride = channels + s.inner;
   if (x.width() != s.x_width) return invalid("edgespec: %s's x is %lld wide, expected %lld", l.name(), x.width(), s.x_width);
   s.count = x.rows();
-  if (!gates.data || gates.size() != rates * s.count) return invalid("edgespec: %s's rates are not %lld rows of %lld", l.name(), s.count, rates);
+  if (!gates.data || gates.size() != rates * s.count)
+    return invalid("edgespec: %s's rates are not %lld rows of %lld", l.name(), s.count, rates);
   TRY(read_kernel(context, 2, channels, &s, &wanted));
   TRY(read_vector(context, 3, "bias", l.value_heads, &s.bias));
   TRY(read_vector(context, 4, "rate", l.value_heads, &s.rate));
@@ -264,7 +304,8 @@ OrtStatus* ORT_CALL compute_delta(void* self, OrtKernelContext* context) {
   TRY(divide(&s, l.name(), s.parts));
   run_all(s.count * channels < 32768, s.count, [&](int64_t row) { mix_row(s, row); });
   if (s.out_of_memory) return out_of_memory();
-  run_all((s.count + s.num_parts) * s.inner * l.size < 100000, s.num_parts * l.value_heads, [&](int64_t head) { run_head(s, s.parts[head / l.value_heads], head % l.value_heads); });
+  run_all((s.count + s.num_parts) * s.inner * l.size < 100000, s.num_parts * l.value_heads,
+          [&](int64_t head) { run_head(s, s.parts[head / l.value_heads], head % l.value_heads); });
   if (s.out_of_memory) return out_of_memory();
   run_all(s.count * channels < 65536, s.count, [&](int64_t row) { log_row(s, row); });
   settle(s);
@@ -285,7 +326,8 @@ OrtStatus* ORT_CALL compute_short(void* self, OrtKernelContext* context) {
   TRY(read_floats(context, 0, "x", &x));
   s.x_width = x.width();
   const int64_t width = s.input_stride = s.x_width / 3;
-  if (width < 1 || s.x_width % 3 || width > 1 << 20) return invalid("edgespec: ShortConv's x is %lld wide, expected three times a width", s.x_width);
+  if (width < 1 || s.x_width % 3 || width > 1 << 20)
+    return invalid("edgespec: ShortConv's x is %lld wide, expected three times a width", s.x_width);
   s.count = x.rows();
   s.x = x.floats();
   StateShape wanted = {};
@@ -330,8 +372,10 @@ EXPORT int64_t edgespec_state_bytes(const int32_t* sizes, int64_t layers, int64_
   }
   return __builtin_mul_overflow(slot, slots, &bytes) ? -1 : bytes;
 }
-// The number of states in `memory`, zeros of as many bytes as above, for graphs; 0 if there cannot be any, or without memory. It and `floors` [slots] must outlive all passes.
-EXPORT int64_t edgespec_hold_states(uint8_t* memory, const int32_t* sizes, int64_t layers, int64_t slots, int64_t log, const int64_t* floors) {
+// The number of states in `memory`, zeros of as many bytes as above, for graphs; 0 if there cannot be any, or without memory. It and
+// `floors` [slots] must outlive all passes.
+EXPORT int64_t edgespec_hold_states(uint8_t* memory, const int32_t* sizes, int64_t layers, int64_t slots, int64_t log,
+                                    const int64_t* floors) {
   if (edgespec_state_bytes(sizes, layers, slots, log) < 0) return 0;
   States* s = static_cast<States*>(malloc(sizeof(States) + size_t(layers) * (sizeof(int64_t) + sizeof(StateShape))));
   if (!s) return 0;
@@ -357,7 +401,8 @@ EXPORT int64_t edgespec_copy_states(int64_t number, int32_t into_states, int64_t
   for (int64_t i = 0; i < s->layers; i++) {
     const State state = s->at(slot, i);
     const State::Header& header = state.header();
-    if (flat && !into_states && (header.start < 0 || header.start > length || header.end < length || length - header.start > s->log)) return -1;
+    if (flat && !into_states && (header.start < 0 || header.start > length || header.end < length || length - header.start > s->log))
+      return -1;
     floats += state.shape->state_floats() + int64_t(state.shape->taps - 1) * state.shape->channels;
   }
   for (int64_t i = 0; flat && i < s->layers; i++) {
@@ -367,8 +412,10 @@ EXPORT int64_t edgespec_copy_states(int64_t number, int32_t into_states, int64_t
       flat += count;
     };
     copy(state.head(0), state.shape->state_floats());
-    if (!into_states) for (int64_t cell = state.header().start; cell < length; cell++) add_all(state, cell, flat - state.shape->state_floats());
-    for (int64_t cell = length - state.shape->taps + 1; cell < length; cell++) copy(state.inputs(cell < 0 ? cell + state.rows : cell), state.shape->channels);
+    if (!into_states)
+      for (int64_t cell = state.header().start; cell < length; cell++) add_all(state, cell, flat - state.shape->state_floats());
+    for (int64_t cell = length - state.shape->taps + 1; cell < length; cell++)
+      copy(state.inputs(cell < 0 ? cell + state.rows : cell), state.shape->channels);
     if (into_states) state.header() = {length, length, {}};
   }
   return 4 * floats;

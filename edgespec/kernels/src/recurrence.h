@@ -21,12 +21,15 @@ INLINE float logarithm(float x) {
   m -= 1.f;
   const float square = m * m, whole = float(power);
   float y = 7.0376836292e-2f;
-  for (const float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f}) y = y * m + c;
+  for (const float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f, 2.0000714765e-1f,
+                        -2.4999993993e-1f, 3.3333331174e-1f})
+    y = y * m + c;
   y = y * m * square + whole * -2.12194440e-4f - 0.5f * square;
   return m + y + whole * 0.693359375f;
 }
 
-void convolve(const float* const* inputs, const float* kernel, const float* shift, int taps, int64_t channels, bool is_activated, float* out) {
+void convolve(const float* const* inputs, const float* kernel, const float* shift, int taps, int64_t channels, bool is_activated,
+              float* out) {
   for (int64_t i = 0; i < channels; i++) out[i] = inputs[0][i] * kernel[i];
   for (int t = 1; t < taps; t++) for (int64_t i = 0; i < channels; i++) out[i] += inputs[t][i] * kernel[t * channels + i];
   if (shift) for (int64_t i = 0; i < channels; i++) out[i] += shift[i];
@@ -86,7 +89,9 @@ template <class F> void for_columns(int columns, F f) {
   for (; c < columns; c++) f(std::integral_constant<int, 1>(), c);
 }
 void add(const float* from, float* to, int columns, int size, const float* key, float decay, const float* delta) {
-  for_columns(columns, [&](auto n, int c) { add_columns<n>(from + int64_t(c) * size * kLanes, to + int64_t(c) * size * kLanes, size, key, decay, delta + c * kLanes); });
+  for_columns(columns, [&](auto n, int c) {
+    add_columns<n>(from + int64_t(c) * size * kLanes, to + int64_t(c) * size * kLanes, size, key, decay, delta + c * kLanes);
+  });
 }
 void ask(const float* state, int columns, int size, const Asked& row, float* delta, float* y) {
   for_columns(columns, [&](auto n, int c) {

@@ -20,7 +20,8 @@ struct StateShape {
     if (channels < 1 || channels > 1 << 20 || taps < 2 || taps > kMostTaps) return false;
     if (!value_heads) return !key_heads && !size && !value_size;
     for (const int32_t each : {size, value_size}) if (each < 1 || each > 1024 || each % 16) return false;
-    return key_heads > 0 && key_heads <= 4096 && value_heads > 0 && value_heads <= 4096 && value_heads % key_heads == 0 && channels == 2 * keys() + values();
+    return key_heads > 0 && key_heads <= 4096 && value_heads > 0 && value_heads <= 4096 && value_heads % key_heads == 0 &&
+           channels == 2 * keys() + values();
   }
   int64_t keys() const { return int64_t(key_heads) * size; }
   int64_t values() const { return int64_t(value_heads) * value_size; }
@@ -35,7 +36,9 @@ struct State {
   uint8_t* memory;
   int64_t rows;  // of the log and before it
 
-  static int64_t bytes(const StateShape& s, int64_t log) { return int64_t(sizeof(Header)) + 4 * (s.state_floats() + (log + s.taps - 1) * s.row_floats()); }
+  static int64_t bytes(const StateShape& s, int64_t log) {
+    return int64_t(sizeof(Header)) + 4 * (s.state_floats() + (log + s.taps - 1) * s.row_floats());
+  }
   Header& header() const { return *reinterpret_cast<Header*>(memory); }
   float* head(int64_t h) const { return reinterpret_cast<float*>(memory + sizeof(Header)) + h * shape->size * shape->value_size; }
   float* inputs(int64_t cell) const { return head(0) + shape->state_floats() + cell % rows * shape->row_floats(); }
@@ -54,7 +57,9 @@ struct States {
   int64_t* starts;  // of the layers in a slot
   States* next;
 
-  State at(int64_t slot, int64_t layer) const { return {shapes + layer, memory + slot * slot_bytes + starts[layer], log + shapes[layer].taps - 1}; }
+  State at(int64_t slot, int64_t layer) const {
+    return {shapes + layer, memory + slot * slot_bytes + starts[layer], log + shapes[layer].taps - 1};
+  }
 };
 
 // A row's numbers for 16 times `columns` values of a head. What is written is beta * (value - taken * what S has of the
@@ -66,7 +71,8 @@ struct Asked {
 struct Recurrence {
   int columns;  // of a head's state that are computed at once
   // Sum of inputs [taps][channels], in this order, times the kernel [taps][channels], and `shift` [channels] or null.
-  void (*convolve)(const float* const* inputs, const float* kernel, const float* shift, int taps, int64_t channels, bool is_activated, float* out);
+  void (*convolve)(const float* const* inputs, const float* kernel, const float* shift, int taps, int64_t channels, bool is_activated,
+                   float* out);
   void (*to_unit)(float* x, int64_t size, float factor);
   float (*dot)(const float* x, const float* y, int64_t size);
   void (*rates)(const float* written, const float* times, const float* bias, const float* rate, int64_t heads, float* betas, float* decays);

@@ -89,7 +89,9 @@ struct Team {
       for (int64_t piece; (piece = from.next.fetch_add(1, std::memory_order_relaxed)) < from.end;) run(with, size_t(piece));
     }
   }
-  static bool is_for(uint64_t gate, int index, uint32_t last) { return gate & kOpen && uint32_t(gate >> kRound) != last && int((gate & ~kOpen & 0xffffffff) >> kAsked) > index; }
+  static bool is_for(uint64_t gate, int index, uint32_t last) {
+    return gate & kOpen && uint32_t(gate >> kRound) != last && int((gate & ~kOpen & 0xffffffff) >> kAsked) > index;
+  }
   uint64_t wait(int index, uint32_t last) {
     for (int i = 0; i < kSpins; i++) {
       const uint64_t now = gate.load(std::memory_order_acquire);
