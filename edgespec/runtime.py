@@ -160,10 +160,7 @@ class Model(Closing):
             return vocabulary.decode(checked_ids(token_ids, vocabulary.size).tolist())
 
     def encode_chat(
-        self,
-        messages: Messages,
-        tools: Messages | None = None,
-        template_arguments: Mapping[str, Any] | None = None,
+        self, messages: Messages, tools: Messages | None = None, template_arguments: Mapping[str, Any] | None = None
     ) -> list[int]:
         """Token ids of a conversation, rendered by the model's chat template up to the start of the assistant's turn.
 
@@ -318,10 +315,7 @@ class Model(Closing):
 
     @refuses_unknown_keywords
     def generate_all(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling | None = None,
-        options: GenerateOptions | None = None,
+        self, prompts: Sequence[Prompt], sampling: Sampling | None = None, options: GenerateOptions | None = None
     ) -> list[Result]:
         """Complete answers to all prompts, in their order, up to `LoadOptions.parallel` of them at once.
 

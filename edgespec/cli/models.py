@@ -28,15 +28,7 @@ from edgespec.loading.download import OnBytes
 from edgespec.loading.drafts import Aim, Candidate, find_aim, rank
 from edgespec.loading.model_facts import ModelFacts, size_label
 from edgespec.loading.own_models import add as add_model
-from edgespec.loading.own_models import (
-    drafted_from,
-    entry_bytes,
-    fits,
-    list_here,
-    list_known,
-    pair_bytes,
-    remove,
-)
+from edgespec.loading.own_models import drafted_from, entry_bytes, fits, list_here, list_known, pair_bytes, remove
 from edgespec.loading.pull import pull as pull_model
 from edgespec.loading.registry import is_known, resolve
 from edgespec.loading.requirements import resolve_pair

@@ -31,11 +31,7 @@ class HierarchicalDrafter(ModelDrafter):
     name = "hierarchical"
 
     def __init__(
-        self,
-        small: ModelDrafter,
-        medium: Engine,
-        ahead: int = _AHEAD,
-        cache: CachedSequence | None = None,
+        self, small: ModelDrafter, medium: Engine, ahead: int = _AHEAD, cache: CachedSequence | None = None
     ) -> None:
         """`cache`: of the medium, for another sequence of one that owns the engine; None: its first one, owned."""
         super().__init__(medium, cache, owns_engine=cache is None)

@@ -45,15 +45,7 @@ from edgespec.export.check import (
 )
 from edgespec.export.hub import Source, find_source, source_here
 from edgespec.export.request import ENGINES, STRAIGHT_GGUF, ExportRequest, Format
-from edgespec.export.source import (
-    SourceModel,
-    Weights,
-    check_room,
-    disk_bytes,
-    memory_bytes,
-    of_folder,
-    of_gguf,
-)
+from edgespec.export.source import SourceModel, Weights, check_room, disk_bytes, memory_bytes, of_folder, of_gguf
 from edgespec.formats.architectures import ARCHITECTURES
 from edgespec.formats.checkpoint import full_config, named_architecture, unsupported
 from edgespec.formats.gguf.header import keeping_headers

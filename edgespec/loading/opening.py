@@ -34,12 +34,7 @@ from edgespec.engines.head import WINDOW
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.trial import Trial
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, UsageError
-from edgespec.formats.gguf.check import (
-    check_gguf,
-    gives_only_embeddings,
-    model_files,
-    require_language_model,
-)
+from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files, require_language_model
 from edgespec.formats.gguf.header import keeping_headers, read_header
 from edgespec.formats.gguf.heads import HeadForm, read_head
 from edgespec.formats.head_file import HeadFile, read_head_file
@@ -103,11 +98,7 @@ def _open_models(
 
 
 def _opened(
-    name: DrafterName,
-    options: LoadOptions,
-    chosen: Chosen,
-    target: Engine,
-    opened: dict[DrafterName, Drafter],
+    name: DrafterName, options: LoadOptions, chosen: Chosen, target: Engine, opened: dict[DrafterName, Drafter]
 ) -> dict[DrafterName, Drafter]:
     """The drafters with models for `name` that are not `opened` yet."""
     pair = chosen.pair

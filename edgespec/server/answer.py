@@ -154,12 +154,7 @@ class Answer:
     """
 
     def __init__(
-        self,
-        ticket: Ticket,
-        vocabulary: Vocabulary,
-        splitter: AnswerSplitter | None = None,
-        *,
-        parallel: bool = True,
+        self, ticket: Ticket, vocabulary: Vocabulary, splitter: AnswerSplitter | None = None, *, parallel: bool = True
     ) -> None:
         self.ticket = ticket
         self.parts: list[Part] = []

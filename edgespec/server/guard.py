@@ -34,7 +34,7 @@ _LOCAL_ENDINGS = (".localhost", ".local", ".internal")
 # sandboxed frame.
 LOCAL_ORIGINS = re.compile(
     r"https?://(localhost|[a-z0-9.-]+\.localhost|127\.0\.0\.1|\[::1\]|0\.0\.0\.0)(:\d+)?"
-    r"|(vscode-webview|vscode-file|app|tauri|file)://[A-Za-z0-9._~-]*",
+    r"|(vscode-webview|vscode-file|app|tauri|file)://[A-Za-z0-9._~-]*"
 )
 
 

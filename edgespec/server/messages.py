@@ -15,15 +15,7 @@ from msgspec import Meta, Struct
 from edgespec.server.answer import Answer, Event, Exchange, Part, Work, events, sse
 from edgespec.server.chat import RUNS_NONE, TEXT_ONLY, Chat, effort_of, prepare, run_by_client
 from edgespec.server.http_errors import HttpError, bad_request
-from edgespec.server.options import (
-    JsonSchema,
-    Positive,
-    ResponseFormat,
-    Share,
-    Speculative,
-    StopList,
-    Tools,
-)
+from edgespec.server.options import JsonSchema, Positive, ResponseFormat, Share, Speculative, StopList, Tools
 from edgespec.server.requests import Asked, Fields, read, sent_as
 from edgespec.server.service import Loaded
 

@@ -21,16 +21,7 @@ from msgspec import Meta
 
 from edgespec import __version__
 from edgespec.errors import shown
-from edgespec.server.answer import (
-    Answer,
-    Delta,
-    Exchange,
-    answering,
-    compact,
-    logprobs_of,
-    prompt_progress,
-    usage,
-)
+from edgespec.server.answer import Answer, Delta, Exchange, answering, compact, logprobs_of, prompt_progress, usage
 from edgespec.server.chat import read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.http_errors import HttpError, as_http_error, bad_request

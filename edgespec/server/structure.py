@@ -18,14 +18,7 @@ from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import CapabilityError, ConfigError, shown
 from edgespec.sampling.constraint.grammar import laid_out
 from edgespec.server.http_errors import HttpError, bad_request
-from edgespec.server.options import (
-    Generated,
-    OpenAiRequest,
-    ResponseFormat,
-    numbered,
-    options_of,
-    sampling_of,
-)
+from edgespec.server.options import Generated, OpenAiRequest, ResponseFormat, numbered, options_of, sampling_of
 from edgespec.server.service import Loaded
 from edgespec.vocabulary import Vocabulary
 
@@ -167,11 +160,7 @@ def parameters_of(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def call_grammar(
-    tools: Sequence[Mapping[str, Any]],
-    form: Form,
-    vocabulary: Vocabulary,
-    most: int,
-    answer: dict[str, Any] | None,
+    tools: Sequence[Mapping[str, Any]], form: Form, vocabulary: Vocabulary, most: int, answer: dict[str, Any] | None
 ) -> str:
     """Lark for 1 to `most` calls in a form, or else for JSON of the schema `answer`."""
     form = form.forced

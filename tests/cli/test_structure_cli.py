@@ -39,8 +39,7 @@ def test_a_grammar_comes_from_a_file(tmp_path: Path, pair):
 
 
 @pytest.mark.parametrize(
-    ("structure", "quiet"),
-    [(["--json-schema", json.dumps(SCHEMA)], []), (["--regex", "[0-9]{40}"], ["-q", "--json"])],
+    ("structure", "quiet"), [(["--json-schema", json.dumps(SCHEMA)], []), (["--regex", "[0-9]{40}"], ["-q", "--json"])]
 )
 def test_an_answer_that_is_cut_before_its_end_is_an_error(pair, structure: list[str], quiet: list[str]):
     result = run("generate", *pair, "-p", "A table", "-n", "2", *structure, *quiet)

@@ -17,15 +17,7 @@ from edgespec.errors import ModelFileError
 from edgespec.export.gguf.convert import convert
 from edgespec.formats.checkpoint import Checkpoint
 from edgespec.installation import install_command
-from tiny_checkpoints import (
-    CASES,
-    COLUMNS,
-    LLAMA3_SCALING,
-    LOGITS,
-    shard,
-    write_checkpoint,
-    write_safetensors,
-)
+from tiny_checkpoints import CASES, COLUMNS, LLAMA3_SCALING, LOGITS, shard, write_checkpoint, write_safetensors
 from tiny_graphs import logits
 
 USES_GELU = {"gemma3", "gpt2"}
@@ -187,10 +179,7 @@ def test_corrupt_safetensors_name_the_file(tmp_path: Path, change: Any, message:
         (lambda f: (f / "config.json").write_text("[]"), r"holds \[\], an object was expected"),
         (lambda f: change_json(f / "config.json", rms_norm_eps="x"), "config.json has an impossible setting: .*'x'"),
         (lambda f: change_json(f / "config.json", rms_norm_eps=1e99), "a setting that GGUF cannot hold"),
-        (
-            lambda f: change_json(f / "config.json", vocab_size=4000),
-            r"config.json implies \(4000, 128\)",
-        ),
+        (lambda f: change_json(f / "config.json", vocab_size=4000), r"config.json implies \(4000, 128\)"),
         (lambda f: (f / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
         (
             lambda f: change_json(f / "tokenizer.json", model={"type": "Unigram"}),

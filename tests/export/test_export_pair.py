@@ -193,10 +193,7 @@ def test_a_second_export_is_refused_until_the_first_is_gone(tmp_path):
     with subprocess.Popen([sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline().strip() == b"held"
-        with (
-            pytest.raises(UsageError, match="another edgespec is writing"),
-            workspace(tmp_path / "out", replace=False),
-        ):
+        with pytest.raises(UsageError, match="another edgespec is writing"), workspace(tmp_path / "out", replace=False):
             pass
         process.kill()
         process.wait()

@@ -111,10 +111,7 @@ def test_small_files_come_first_and_weights_when_they_are_wanted(in_process):
 
 @pytest.mark.parametrize(
     ("hub_id", "revision", "said"),
-    [
-        ("edge/nothing", None, "has no model 'edge/nothing'"),
-        (ID, "v7", "no revision 'v7'"),
-    ],
+    [("edge/nothing", None, "has no model 'edge/nothing'"), (ID, "v7", "no revision 'v7'")],
 )
 def test_what_the_hub_does_not_have_is_named(in_process, hub_id, revision, said):
     with pytest.raises(ModelNotFound, match=said):

@@ -28,10 +28,7 @@ from tiny_graphs import IDS, Floats, export_gguf, graph
 
 TARGET, CHECKPOINT = DEMO / "demo-target-q8_0.gguf", DEMO / "hf" / "target"
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    NEEDS_KERNELS,
-]
+pytestmark = [pytest.mark.usefixtures("one_thread"), NEEDS_KERNELS]
 
 
 def logits(path: Path) -> Floats:

@@ -45,10 +45,7 @@ class Model:
         layers = [SHORT, DELTA, MAMBA]
         self.states = KernelStates(layers, SLOTS, LOG)
         delta = node(
-            "DeltaNet",
-            ["x", "rates", "kernel", "bias", "rate", "norm", "rows", "states"],
-            ["y"],
-            **ATTRIBUTES,
+            "DeltaNet", ["x", "rates", "kernel", "bias", "rate", "norm", "rows", "states"], ["y"], **ATTRIBUTES
         )
         short = node("ShortConv", ["bcx", "taps", "rows", "states"], ["z"], layer=0)
         inputs = ["cbx", "times", "seen", "later", "fading", "skip", "shift", "rows", "states"]

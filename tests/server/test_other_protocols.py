@@ -260,10 +260,7 @@ def test_system_messages_where_a_template_shows_one_only(template: str):
     assert roles(template, *middle) == [*middle[:3], ("user", "D\n\nE"), middle[5]]
     assert roles(template, *last) == [*last[:2], ("user", "D\n\nE")]
     picture = ("user", [{"type": "image"}])
-    assert roles(template, ("user", "A"), ("assistant", "B"), picture, ("system", "C"))[2:] == [
-        picture,
-        ("user", "C"),
-    ]
+    assert roles(template, ("user", "A"), ("assistant", "B"), picture, ("system", "C"))[2:] == [picture, ("user", "C")]
 
 
 # -- How Ollama's `keep_alive` is written; what it does is in test_idle_unload

@@ -381,8 +381,7 @@ def test_further_names_are_allowed(service: Service, address: str):
 
 
 @pytest.mark.parametrize(
-    "host",
-    ["evil.example", "evil.example:80", "", "[::1", "127.0.0.1.evil.example", "local", "box.local.example"],
+    "host", ["evil.example", "evil.example:80", "", "[::1", "127.0.0.1.evil.example", "local", "box.local.example"]
 )
 def test_a_name_that_points_here_is_refused(client: TestClient, host: str):
     assert client.get("/v1/models", headers={"Host": host}).json()["error"]["code"] == "wrong_host"

@@ -314,10 +314,7 @@ def text_of(part: dict[str, Any]) -> str:
     return choice["text"] if "text" in choice else choice["delta"].get("content") or ""
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [(CHAT, LONG_CHAT), ("/v1/completions", {"prompt": "A list: " + LONG})],
-)
+@pytest.mark.parametrize(("path", "fields"), [(CHAT, LONG_CHAT), ("/v1/completions", {"prompt": "A list: " + LONG})])
 def test_the_passes_of_a_prompt_are_told(client: TestClient, path: str, fields: dict[str, Any]):
     fields = fields | {"max_tokens": 4, "temperature": 0}
     found = streamed(client, path, fields, return_progress=True)

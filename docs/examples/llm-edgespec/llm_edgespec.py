@@ -44,11 +44,7 @@ class Edgespec(llm.Model):
         self.name, self.model_id = name, f"edgespec/{name}"
 
     def execute(
-        self,
-        prompt: llm.Prompt,
-        stream: bool,
-        response: llm.Response,
-        conversation: llm.Conversation | None,
+        self, prompt: llm.Prompt, stream: bool, response: llm.Response, conversation: llm.Conversation | None
     ) -> Iterator[str]:
         """The answer's pieces; llm stops reading to end it early."""
         model, given = loaded(self.name), prompt.options.model_dump(exclude_none=True)

@@ -25,21 +25,9 @@ from edgespec.engines.llamacpp.embeddings import Embedder
 from edgespec.engines.llamacpp.footprint import ONLY_ASKED, num_snapshots
 from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT as HEAD_CONTEXT
 from edgespec.engines.llamacpp.heads import MTP_STATES, Head, load_head
-from edgespec.engines.llamacpp.library import (
-    CancelFlag,
-    check_pass,
-    forget_complaints,
-    library,
-    version,
-)
+from edgespec.engines.llamacpp.library import CancelFlag, check_pass, forget_complaints, library, version
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
-from edgespec.engines.llamacpp.settings import (
-    ContextSettings,
-    create_context,
-    open_for,
-    placement_of,
-    read_facts,
-)
+from edgespec.engines.llamacpp.settings import ContextSettings, create_context, open_for, placement_of, read_facts
 from edgespec.engines.llamacpp.states import HiddenStates
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_files import HeldFiles, StateStamp

@@ -14,11 +14,7 @@ from itertools import compress
 from pathlib import Path
 
 from edgespec.engines.llamacpp.devices import EMBEDDINGS, HEAD, LayerSizes
-from edgespec.engines.llamacpp.settings import (
-    CACHE_BYTES,
-    CELLS_MULTIPLE,
-    ContextSettings,
-)
+from edgespec.engines.llamacpp.settings import CACHE_BYTES, CELLS_MULTIPLE, ContextSettings
 from edgespec.engines.model_use import MAX_BATCH, MOST_CHECKPOINTS, Footprint, ModelUse
 from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files
 from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, TensorInfo

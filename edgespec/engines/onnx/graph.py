@@ -18,16 +18,7 @@ import numpy as np
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.onnx.graph import IN_MEMORY, external_entry
 from edgespec.formats.onnx.tiles import ATTENTION as OWN_ATTENTION
-from edgespec.formats.onnx.tiles import (
-    DELTA_NET,
-    DOMAIN,
-    FEATURES,
-    LAYOUT_VERSION,
-    MAMBA,
-    NORM,
-    PRODUCT,
-    SHORT_CONV,
-)
+from edgespec.formats.onnx.tiles import DELTA_NET, DOMAIN, FEATURES, LAYOUT_VERSION, MAMBA, NORM, PRODUCT, SHORT_CONV
 from edgespec.kernels.interface import StateSizes
 from edgespec.kernels.library import library_path, why_missing
 

@@ -23,10 +23,7 @@ from edgespec.kernels.interface import held
 from edgespec.kernels.library import library_path
 
 # Best first. Ours are onnxruntime's names of the memory of the devices.
-PROVIDERS = {
-    "cuda": "CUDAExecutionProvider",
-    "cpu": "CPUExecutionProvider",
-}
+PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
 ERRORS_ONLY = 3
 
 
@@ -142,13 +139,7 @@ def providers_for(provider: str) -> tuple[str, ...]:
 
 
 def open_session(
-    graph: bytes,
-    folder: Path,
-    *,
-    threads: int,
-    provider: str,
-    arrays: Arrays = NO_ARRAYS,
-    is_trial: bool = False,
+    graph: bytes, folder: Path, *, threads: int, provider: str, arrays: Arrays = NO_ARRAYS, is_trial: bool = False
 ) -> Any:
     """A session of a serialised graph whose weights are in `folder` or `arrays`, on one of `providers_for`.
 

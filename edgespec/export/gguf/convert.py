@@ -266,12 +266,7 @@ def own_precision(folder: Path) -> OutputType:
 
 
 def quantise(
-    source: Path,
-    output: Path,
-    quant: str,
-    *,
-    threads: int | None = None,
-    may_requantise: bool = False,
+    source: Path, output: Path, quant: str, *, threads: int | None = None, may_requantise: bool = False
 ) -> None:
     """Quantise a GGUF of f32, f16 or bf16 to one of FILE_TYPES; rows that its blocks do not divide get another type.
 

@@ -214,12 +214,7 @@ class _Reader:
                 self._check_rotated(rotated, size)
         self._check_embeddings(self._count("embedding_length"))
         width = self._count("embedding_length_out")  # of the states that it reads and gives: its target's
-        return self._sizes(
-            "gemma4",
-            width=width,
-            target_width=width,
-            shares_weights=True,
-        )
+        return self._sizes("gemma4", width=width, target_width=width, shares_weights=True)
 
     def _dflash(self) -> HeadSizes:
         for variant in self._unsupported():

@@ -78,11 +78,7 @@ PHI3 = Architecture(
 GLM4 = Architecture(
     "glm4",
     LLAMA_OUTER,
-    {
-        **FOUR_NORMS,
-        **FUSED_MLP,
-        **{name: row for name, row in LLAMA_LAYER.items() if name.startswith("self_attn.")},
-    },
+    {**FOUR_NORMS, **FUSED_MLP, **{name: row for name, row in LLAMA_LAYER.items() if name.startswith("self_attn.")}},
 )
 SEED_OSS = Architecture(
     "seed_oss",
@@ -279,11 +275,7 @@ KINDS = {
     "glm4": Kind(GLM4, {"has_post_norms": True, "fused": {"gate_up_proj"}}),
     "qwen3moe": Kind(QWEN3_MOE, HEADS_NORMED, keys=EXPERT_KEYS),
     "gpt-oss": Kind(
-        GPT_OSS,
-        {"has_sinks": True},
-        keys=EXPERT_KEYS,
-        experts={"gate": "clamped", "has_biases": True},
-        window_every=2,
+        GPT_OSS, {"has_sinks": True}, keys=EXPERT_KEYS, experts={"gate": "clamped", "has_biases": True}, window_every=2
     ),
     "gemma4": Kind(
         GEMMA4,

@@ -30,10 +30,7 @@ _TABLES, _WINDOW_TABLES = ("cos_cache", "sin_cache"), ("cos_cache_local", "sin_c
 
 
 def write_llama(
-    folder: Path,
-    config: LlamaConfig,
-    make_form: Callable[[Nodes], Form],
-    progress: Progress | None = None,
+    folder: Path, config: LlamaConfig, make_form: Callable[[Nodes], Form], progress: Progress | None = None
 ) -> None:
     """Write `model.onnx` and `model.onnx.data` into `folder`, which is nobody's yet.
 
