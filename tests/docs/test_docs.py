@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shlex
@@ -174,27 +173,6 @@ def test_every_drafter_is_documented() -> None:
 
 def test_the_whole_public_api_is_named() -> None:
     assert [name for name in edgespec.__all__ if f"`{name}`" not in TEXTS["docs/python-api.md"]] == []
-
-
-def imported_components(path: Path) -> Iterator[str]:
-    """The packages and modules of edgespec that a file imports from."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        yield from (name.split(".")[1] for name in names if name.startswith("edgespec."))
-
-
-def test_the_drawing_of_imports_is_true() -> None:
-    (drawing,) = blocks("docs/architecture.md", "text")
-    places = {name: row for row, line in enumerate(drawing.splitlines()) for name in re.findall(r"\w+", line)}
-    package = ROOT / "edgespec"
-    for path in package.rglob("*.py"):
-        own = path.relative_to(package).with_suffix("").parts[0]
-        if own.startswith("__"):
-            continue
-        assert own in places, f"{own} is missing in the drawing"
-        for other in imported_components(path):
-            assert other == own or places[other] > places[own], f"{path} imports {other}"
 
 
 def anchors(text: str) -> set[str]:
