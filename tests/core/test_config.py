@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec.chat.template import encode_messages
 from edgespec.config.options import SETTINGS, GenerateOptions, LoadOptions, Sampling, ServeOptions, SessionOptions
 from edgespec.config.sources import resolve
 from edgespec.config.values import parse_endpoints, split_endpoint
 from edgespec.errors import ConfigError, EngineError, PromptError, SamplingError, UsageError
 from edgespec.generation.request import checked_ids
 from edgespec.sampling.sampler import Sampler
-from table_engine import LetterVocabulary
 
 OWNERS = {
     "load": LoadOptions,
@@ -318,36 +316,3 @@ def test_an_option_of_another_kind(kind: Any, names: tuple[str, ...], values: tu
     for name, value in itertools.product(names, values):
         with pytest.raises(SamplingError if kind is Sampling else ConfigError, match=said.format(name)):
             kind(**{name: value})
-
-
-# -- conversations
-
-
-def templated(vocabulary: LetterVocabulary) -> LetterVocabulary:
-    vocabulary.chat_template = "z{{ messages[0].content }}"
-    return vocabulary
-
-
-class Marked(LetterVocabulary):
-    """Letters, of which `z` is a control token and `y` one without a name."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in (24, 25) else super().token_bytes(token_id)
-
-    def token_name(self, token_id: int) -> str:
-        return "" if token_id == 24 else super().token_name(token_id)
-
-    def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:
-        return [ord(letter) - (97 if parse_special or letter != "z" else -1000) for letter in text]
-
-
-def test_a_control_token_without_a_name_splits_no_message() -> None:
-    vocabulary = Marked(26)
-    assert vocabulary.control_names == ("z",)
-    assert encode_messages(templated(vocabulary), [{"role": "user", "content": "abc"}], None, "m") == [25, 0, 1, 2]
-
-
-def test_parts_of_a_message_cannot_forge_a_turn_either() -> None:
-    parts = [{"type": "text", "text": "az"}, {"type": "text", "text": "b"}]
-    found = encode_messages(templated(Marked(26)), [{"role": "user", "content": parts}], None, "m")
-    assert found == [25, 0, ord("z") + 1000, 1]
