@@ -118,16 +118,6 @@ def test_never_drafts_more_than_may_be_emitted_or_scored(target: CachedSequence,
     assert max(record.width for record in wide.records) <= 16
 
 
-@pytest.mark.parametrize("length", [0, 1, 7])
-def test_text_ends_where_the_context_ends(target: CachedSequence, drafter: ModelDrafter, length: int) -> None:
-    plain = list(autoregressive(make_run(target, max_tokens=None)))
-    run = make_run(target, max_tokens=None)
-    events = list(speculative(run, FixedLength(drafter, length), coupled))
-    assert [event.token_id for event in events] == [event.token_id for event in plain]
-    assert events[-1].position == 63  # the prompt and the answer have 64 tokens together
-    assert run.stats.finish_reason == "length"
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("stop", ["", "e"])
 def test_a_row_that_nothing_can_be_sampled_from_counts_only_if_the_answer_goes_on(rule: str, stop: str) -> None:
@@ -169,14 +159,6 @@ def test_closing_early_leaves_a_consistent_cache(target: CachedSequence, drafter
     text = np.concatenate((PROMPT, np.array(begun, np.int32)))
     rest = list(speculative(make_run(target, text, max_tokens=20 - taken), FixedLength(drafter, 4), coupled))
     assert begun + [event.token_id for event in rest] == expected
-
-
-def test_the_cached_prefix_is_not_read_again(target: CachedSequence) -> None:
-    list(autoregressive(make_run(target, max_tokens=5)))
-    run = make_run(target, np.concatenate((target.token_ids, np.array([4, 4], np.int32))), max_tokens=1)
-    list(autoregressive(run))
-    assert run.stats.reused_tokens == 7
-    assert run.stats.prompt_tokens == 9
 
 
 @pytest.mark.parametrize("strikes_at", [1, 2, 5])

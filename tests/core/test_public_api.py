@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 import edgespec
-from edgespec import GenerateOptions, errors
+from edgespec import GenerateOptions
 from edgespec.cli.main import cli
 from edgespec.config.options import SETTINGS, LoadKeywords, LoadOptions
 from edgespec.errors import PYTHON_NAMES, ConfigError, EdgespecError, PromptTooLong, spoken_on_the_command_line
@@ -85,17 +85,6 @@ def test_a_type_checker_finds_a_callers_typo(tmp_path):
     assert sorted(found) == [lines + number for number in range(1, len(MISTAKES) + 1)], done.stdout + done.stderr
     for line, named in zip((found[number] for number in sorted(found)), MISTAKES.values(), strict=True):
         assert named in line
-
-
-def test_every_error_is_in_the_drawn_tree():
-    """The tree at the top of errors.py shows each class below its real parent."""
-    assert errors.__doc__ is not None
-    lines = [line for line in errors.__doc__.splitlines() if "──" in line or line.startswith("EdgespecError")]
-    depth_of = {line.lstrip("│├└─ ").split()[0]: (len(line) - len(line.lstrip("│├└─ "))) // 4 for line in lines}
-    classes = {k: v for k, v in vars(errors).items() if inspect.isclass(v) and issubclass(v, Exception)}
-    assert set(depth_of) == set(classes)
-    for name, cls in classes.items():
-        assert depth_of[name] == len([base for base in cls.__mro__ if base.__module__ == errors.__name__]) - 1
 
 
 # -- errors name options as the caller gives them: keywords in Python, flags on the command line and in a server
