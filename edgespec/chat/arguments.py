@@ -26,16 +26,16 @@ _ESCAPED = re.compile(r"""\\([\\'"nrt])""")
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t"}
 
 
-def dumped(value: object) -> str:
+def dumped(value: object, separators: tuple[str, str] | None = None) -> str:
     """JSON text that can be sent. Raises ValueError for numbers that JSON does not have."""
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=separators)
     except RecursionError as exc:
         raise ValueError("nested too deeply") from exc
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can write
-        return json.dumps(value, allow_nan=False)
+        return json.dumps(value, allow_nan=False, separators=separators)
     return text
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
+from edgespec.chat.reasoning import AnswerSplitter
 from edgespec.chat.tools import ToolCall
 from edgespec.reports import TokenEvent
 from edgespec.server.answer import Answer, Delta, Exchange, Work, logprobs_of, prompt_progress, sse
@@ -234,7 +235,7 @@ class _Bounded(Answer):
     """
 
     def __init__(self, ticket: Ticket, vocabulary: Vocabulary, n_indent: int, most_s: float | None) -> None:
-        super().__init__(ticket, vocabulary)
+        super().__init__(ticket, vocabulary, AnswerSplitter(vocabulary), parallel=True)
         self._end_of_block = re.compile(rf"\n[ \t]{{0,{n_indent - 1}}}(?=[^ \t\n])" if n_indent else r"(?!)")
         self._most_s, self._first_s = most_s, 0.0
         self._is_cut_short = False
