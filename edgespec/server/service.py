@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from time import monotonic
 from typing import Any, Self
 
@@ -88,7 +89,7 @@ class Known:
         return cls(facts, length, embeds, sampling, max_tokens, settings)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Service:
     """The state of a model. `name`: what answers call it, never a path; `metrics`, `places`: of all models here.
 
@@ -107,14 +108,12 @@ class Service:
     places: Places = field(default_factory=Places)
     ran_with: dict[str, Any] = field(default_factory=dict)
     files: Loading = field(init=False)
-    can_load: bool = False  # else it stays as it is
     is_loading: bool = False
     is_stopping: bool = False
     num_waiting: int = 0  # users that wait for it
     used_s: float = 0.0  # when a request last ended
     loaded_s: float = 0.0
     asked_s: float = 0.0  # when the wait for it began
-    _known: Known | None = None
     _num_users: int = 0
     _idle_s: float = math.inf
     _has_to_leave: bool = False
@@ -123,7 +122,7 @@ class Service:
 
     def begin(self, files: Loading) -> None:
         """Load the model when it is needed, and unload it when it is not used."""
-        self.files, self.can_load = files, True
+        self.files = files
         self.places.add(self)
 
     @property
@@ -191,8 +190,6 @@ class Service:
         with self.places.changed:
             if self.is_stopping:
                 raise stopping()
-            if not self.can_load:
-                self.require()
             self._num_users += 1
             if self.is_open:
                 return
@@ -255,17 +252,10 @@ class Service:
             self._answer(None)
             self.places.changed.notify_all()
 
-    @property
+    @cached_property
     def known(self) -> Known:
         """Reads the model's files the first time. Raises HttpError and EdgespecError."""
-        if self._known is None:
-            self._known = self.files.known() if self.can_load else self._of_loaded()
-        return self._known
-
-    def _of_loaded(self) -> Known:
-        loaded = self.require()
-        model = loaded.model
-        return Known.read(model.options, model.pair, loaded.sampling, loaded.options.max_tokens)
+        return self.files.known()
 
     @property
     def context_length(self) -> int:

@@ -121,7 +121,7 @@ async def test_a_stop_during_a_load_ends_it(host: Host, served: Served):
     assert client.sent[0]["status"] == 503 and b"stopping" in client.body
     late = Client(host.app)
     await late.task
-    assert late.sent[0]["status"] == 503
+    assert late.sent[0]["status"] == 503 and (b"retry-after", b"1") in late.sent[0]["headers"]
     served.service.close()  # does not wait for the load
     assert served.service.is_loading
     served.gate.set()
