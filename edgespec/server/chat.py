@@ -327,7 +327,7 @@ class ChatExchange(OpenAiExchange):
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = []
         for index, answer in enumerate(answers):
-            calls = [_call_object(call) for call in answer.calls]
+            calls = [call.as_openai() for call in answer.calls]
             content = None if calls and not answer.text.strip() else answer.text
             message = {"role": "assistant", "content": content, "refusal": None}
             message |= {"reasoning_content": answer.reasoning} if answer.reasoning else {}
@@ -380,10 +380,6 @@ class ChatExchange(OpenAiExchange):
 
 def _call_deltas(call: ToolCall, index: int) -> list[dict[str, Any]]:
     """A call's first delta has its id and name, the second its arguments; both have its index."""
-    first = _call_object(ToolCall(call.name, "", call.id))
+    first = ToolCall(call.name, "", call.id).as_openai()
     second = {"function": {"arguments": call.arguments}}
     return [{"tool_calls": [{"index": index} | each]} for each in (first, second)]
-
-
-def _call_object(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from edgespec.server.answer import Answer, Event, Exchange, Part, Work, events, sse
 from edgespec.server.chat import RUNS_NONE, TEXT_ONLY, Chat, effort_of, prepare, run_by_client
 from edgespec.server.http_errors import HttpError, bad_request
-from edgespec.server.options import JsonSchema, Positive, ResponseFormat, Share, Speculative, StopList, Tools
+from edgespec.server.options import JsonSchema, Positive, ResponseFormat, Sampled, Speculative, StopList, Tools
 from edgespec.server.requests import Asked, Fields, read, sent_as
 from edgespec.server.service import Loaded
 
@@ -50,8 +50,8 @@ class OutputConfig(Fields):
     effort: Any = None
 
 
-class CountRequest(Fields, kw_only=True):
-    """A request to `/v1/messages/count_tokens`. `output_format`: its former place."""
+class CountRequest(Sampled, kw_only=True):
+    """A request to `/v1/messages/count_tokens`, to which some send all of it. `output_format`: its former place."""
 
     ignored: ClassVar[frozenset[str]] = frozenset(
         ("metadata", "service_tier", "betas", "cache_control", "inference_geo", "speed")
@@ -78,10 +78,6 @@ class MessagesRequest(CountRequest, kw_only=True):
     """A request to `/v1/messages`."""
 
     max_tokens: Positive
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Share | None = None
-    top_k: int | None = None
-    seed: int | None = None
     stop_sequences: StopList | None = None
     stream: bool | None = None
     speculative: bool | Speculative | None = None
@@ -91,7 +87,7 @@ def read_messages(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -
     """Answer a conversation (Anthropic). Blocks while it encodes. Raises HttpError and EdgespecError."""
     request = read(MessagesRequest, values, notes)
     chat = _as_chat(loaded, request, notes)
-    for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "speculative"):
+    for name in (*Sampled.__struct_fields__, "max_tokens", "speculative"):
         setattr(chat, name, getattr(request, name))
     chat.stop = request.stop_sequences
     with sent_as(_SENT_AS):
