@@ -19,7 +19,6 @@ from edgespec.errors import CapabilityError
 from edgespec.generation.embedding import Text, normalised
 from edgespec.loading.model_facts import ModelFacts, size_label
 from edgespec.memory.watch import plan_object
-from edgespec.runtime import Model
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import NAMED_ALIKE
 from edgespec.server.requests import Fields, read, wrong
@@ -53,6 +52,9 @@ def health(services: Services) -> tuple[dict[str, Any], int]:
 def properties(service: Service) -> dict[str, Any]:
     """`/props`: what the server runs, under llama.cpp's names where it has one. Holds no path."""
     loaded, known = service.loaded, service.known
+    report, memory = None if loaded is None else loaded.model.memory, None
+    if report is not None:  # the plan that was made before loading, and what the process takes now, in bytes
+        memory = plan_object(report) | {"used_own_bytes": report.own_bytes, "peak_rss_bytes": report.peak_rss_bytes}
     params = {name: getattr(known.sampling, name) for name in NAMED_ALIKE} | {"max_tokens": known.max_tokens}
     return {
         "model_alias": service.name,
@@ -62,16 +64,8 @@ def properties(service: Service) -> dict[str, Any]:
         "default_generation_settings": {"n_ctx": service.context_length, "params": params},
         **known.settings,
         **service.ran_with,
-        "memory": None if loaded is None else _memory(loaded.model),
+        "memory": memory,
     }
-
-
-def _memory(model: Model) -> dict[str, Any] | None:
-    """The plan that was made before loading, and what the process takes now, in bytes; None without a plan."""
-    report = model.memory
-    if report is None:
-        return None
-    return plan_object(report) | {"used_own_bytes": report.own_bytes, "peak_rss_bytes": report.peak_rss_bytes}
 
 
 def metrics_text(services: Services) -> str:
