@@ -5,7 +5,7 @@ an exchange: a request that was read and checked, and how its answers are writte
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -18,6 +18,7 @@ from edgespec.chat.tools import ToolCall
 from edgespec.drafters.predicted import PREDICTION
 from edgespec.reports import PromptProgress, Stats, TokenEvent
 from edgespec.server.http_errors import HttpError
+from edgespec.server.requests import Fields, read
 from edgespec.server.scheduler import Job, Ticket
 from edgespec.server.service import Loaded
 from edgespec.vocabulary import Vocabulary
@@ -386,6 +387,23 @@ class Exchange(ABC):
     def failed_early(cls, error: HttpError) -> bytes:
         """The only part of a stream that failed before its request was read."""
         return sse(error.body(""))
+
+
+class Endpoint(NamedTuple):
+    """A path that takes a body, which is a `request`.
+
+    `answer`: gives the answer to a request that was read, or what is to be generated for it. It blocks meanwhile, adds
+    to the notes what the request does not get, and raises HttpError and EdgespecError. `form`: of its streams, None
+    where it has none.
+    """
+
+    request: type[Fields]
+    answer: Callable[[Loaded, Any, list[str]], Exchange | dict[str, Any]]
+    form: type[Exchange] | None = None
+
+    def read(self, loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange | dict[str, Any]:
+        """The answer to a request with these `values`."""
+        return self.answer(loaded, read(self.request, values, notes), notes)
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ import re
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
@@ -28,7 +28,7 @@ from edgespec.reports import TokenEvent
 from edgespec.server.answer import DONE, Answer, Exchange, Work, logprobs_of, prompt_progress, sse, usage
 from edgespec.server.http_errors import bad_request
 from edgespec.server.options import Logprobs, OpenAiRequest, Tokens, Tools
-from edgespec.server.requests import Asked, Fields, read, unsupported
+from edgespec.server.requests import Asked, Fields, unsupported
 from edgespec.server.scheduler import Job
 from edgespec.server.service import Loaded
 from edgespec.server.structure import forced_calls, read_settings, structured_behind
@@ -94,12 +94,8 @@ class Chat(OpenAiRequest, kw_only=True):
         return "".join(text for text in texts if text)
 
 
-def read_chat(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> ChatExchange:
-    """Answer a conversation (OpenAI).
-
-    Blocks while it encodes. Raises HttpError and EdgespecError.
-    """
-    chat = read(Chat, values, notes)
+def answer_chat(loaded: Loaded, chat: Chat, notes: list[str]) -> ChatExchange:
+    """Answer a conversation (OpenAI)."""
     return ChatExchange(prepare(loaded, chat, notes), chat)
 
 

@@ -98,9 +98,8 @@ class DetokenizeRequest(Fields, kw_only=True):
     model: str | None = None
 
 
-def tokenize(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+def tokenize(loaded: Loaded, request: TokenizeRequest, _: list[str]) -> dict[str, Any]:
     """Text to token ids."""
-    request = read(TokenizeRequest, values, notes)
     model, vocabulary = loaded.model, loaded.model.target.vocabulary
     ids = model.encode(request.content, parse_special=bool(request.parse_special))
     if len(ids) > MOST_TOKENS:
@@ -110,9 +109,8 @@ def tokenize(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dic
     return {"tokens": ids}
 
 
-def detokenize(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+def detokenize(loaded: Loaded, request: DetokenizeRequest, _: list[str]) -> dict[str, Any]:
     """Token ids to text."""
-    request = read(DetokenizeRequest, values, notes)
     return {"content": loaded.model.decode(request.tokens)}
 
 
@@ -147,10 +145,9 @@ class OllamaEmbedding(Fields):
     dimensions: Dimensions | None = None
 
 
-def embed_openai(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+def embed_openai(loaded: Loaded, request: OpenAiEmbedding, _: list[str]) -> dict[str, Any]:
     """Embeddings of texts (OpenAI); 501 for models that give none."""
     _require_embeddings(loaded)
-    request = read(OpenAiEmbedding, values, notes)
     ids = loaded.model.embedder.encode(_texts(request.input), truncate=False)
     vectors = _embedded(loaded, ids, request.dimensions)
     shown = vectors.tolist()
@@ -161,11 +158,10 @@ def embed_openai(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) ->
     return {"object": "list", "data": data, "model": loaded.name, "usage": usage}
 
 
-def embed_ollama(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+def embed_ollama(loaded: Loaded, request: OllamaEmbedding, _: list[str]) -> dict[str, Any]:
     """Embeddings of texts (Ollama)."""
     begun_s = monotonic()
     _require_embeddings(loaded)
-    request = read(OllamaEmbedding, values, notes)
     texts = _texts(request.input) if request.input else []
     ids = loaded.model.embedder.encode(texts, truncate=request.truncate is not False)
     vectors = _embedded(loaded, ids, request.dimensions).tolist() if ids else []

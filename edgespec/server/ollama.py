@@ -93,9 +93,8 @@ class OllamaGenerate(OllamaRequest):
     suffix: str | None = None
 
 
-def read_chat_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange | dict[str, Any]:
-    """Answer a conversation (Ollama). Blocks while it encodes. Raises HttpError and EdgespecError."""
-    request = read(OllamaChat, values, notes)
+def answer_chat(loaded: Loaded, request: OllamaChat, notes: list[str]) -> Exchange | dict[str, Any]:
+    """Answer a conversation (Ollama)."""
     messages = [_as_openais(message) for message in request.messages]
 
     def prepared(**asked: Any) -> Work:
@@ -104,9 +103,8 @@ def read_chat_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str
     return _answered(loaded, request, notes, prepared if messages else None, is_chat=True)
 
 
-def read_generate_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange | dict[str, Any]:
+def answer_generate(loaded: Loaded, request: OllamaGenerate, notes: list[str]) -> Exchange | dict[str, Any]:
     """Answer a prompt (Ollama): a chat of one message, with `raw` as it is, with `suffix` the beginning of a gap."""
-    request = read(OllamaGenerate, values, notes)
     prompt, is_text = request.prompt or "", bool(request.raw or request.suffix)
     if request.suffix and request.system:
         raise unsupported("system", "a gap between two texts is filled without one")
