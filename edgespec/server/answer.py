@@ -363,7 +363,7 @@ class Exchange(ABC):
 
     def __init__(self, work: Work, *, is_stream: bool) -> None:
         self.work, self.jobs, self.is_stream = work, work.jobs, is_stream
-        self.name, self.vocabulary = work.loaded.name, work.loaded.model.target.vocabulary
+        self.name, self.vocabulary = work.loaded.service.name, work.loaded.model.target.vocabulary
 
     def answer(self, ticket: Ticket) -> Answer:
         """The answer of one of the tickets of `jobs`."""

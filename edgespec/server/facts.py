@@ -40,7 +40,7 @@ def model_object(service: Service, name: str, *, with_status: bool = False) -> d
 
 def health(services: Services) -> tuple[dict[str, Any], int]:
     """Body and status of `/health`: 200 once the first model answers, and while it is unloaded: a request loads it."""
-    if not services.default.ran_with:
+    if not services.default.loaded_s:
         return {"status": "loading"}, 503
     schedulers = [loaded.scheduler for service in services.all if (loaded := service.loaded) is not None]
     running, waiting = sum(s.num_running for s in schedulers), sum(s.num_waiting for s in schedulers)
@@ -51,21 +51,25 @@ def health(services: Services) -> tuple[dict[str, Any], int]:
 
 def properties(service: Service) -> dict[str, Any]:
     """`/props`: what the server runs, under llama.cpp's names where it has one. Holds no path."""
-    loaded, known = service.loaded, service.known
-    report, memory = None if loaded is None else loaded.model.memory, None
-    if report is not None:  # the plan that was made before loading, and what the process takes now, in bytes
-        memory = plan_object(report) | {"used_own_bytes": report.own_bytes, "peak_rss_bytes": report.peak_rss_bytes}
+    known = service.known
     params = {name: getattr(known.sampling, name) for name in NAMED_ALIKE} | {"max_tokens": known.max_tokens}
-    return {
+    found: dict[str, Any] = {
         "model_alias": service.name,
         "build_info": f"edgespec {__version__}",
-        "is_sleeping": loaded is None,
+        "is_sleeping": True,
         "chat_template": known.facts.chat_template,
         "default_generation_settings": {"n_ctx": service.context_length, "params": params},
         **known.settings,
-        **service.ran_with,
-        "memory": memory,
+        "memory": None,
     }
+    if (loaded := service.loaded) is not None:
+        model, engine, memory = loaded.model, loaded.model.target.facts, loaded.model.memory
+        found |= {"is_sleeping": False, "total_slots": engine.max_sequences, "device": engine.device}
+        found |= {"drafter": model.drafter_name, "reproducible": model.reproducible}
+        if memory is not None:  # the plan that was made before loading, and what the process takes now, in bytes
+            used = {"used_own_bytes": memory.own_bytes, "peak_rss_bytes": memory.peak_rss_bytes}
+            found["memory"] = plan_object(memory) | used
+    return found
 
 
 def metrics_text(services: Services) -> str:
@@ -155,7 +159,7 @@ def embed_openai(loaded: Loaded, request: OpenAiEmbedding, _: list[str]) -> dict
         shown = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
     data = [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(shown)]
     usage = {"prompt_tokens": _count(ids), "total_tokens": _count(ids)}
-    return {"object": "list", "data": data, "model": loaded.name, "usage": usage}
+    return {"object": "list", "data": data, "model": loaded.service.name, "usage": usage}
 
 
 def embed_ollama(loaded: Loaded, request: OllamaEmbedding, _: list[str]) -> dict[str, Any]:
@@ -166,7 +170,7 @@ def embed_ollama(loaded: Loaded, request: OllamaEmbedding, _: list[str]) -> dict
     ids = loaded.model.embedder.encode(texts, truncate=request.truncate is not False)
     vectors = _embedded(loaded, ids, request.dimensions).tolist() if ids else []
     durations = {"total_duration": int(1e9 * (monotonic() - begun_s)), "load_duration": 0}
-    return {"model": loaded.name, "embeddings": vectors} | durations | {"prompt_eval_count": _count(ids)}
+    return {"model": loaded.service.name, "embeddings": vectors} | durations | {"prompt_eval_count": _count(ids)}
 
 
 def _require_embeddings(loaded: Loaded) -> None:

@@ -141,7 +141,7 @@ def _answered(
         return OllamaExchange(work, is_chat=is_chat, is_stream=request.stream is not False)
     text: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
     done = {"done": True, "done_reason": "unload" if keep_s == 0 else "load"}
-    return {"model": loaded.name, "created_at": written(time())} | text | done
+    return {"model": loaded.service.name, "created_at": written(time())} | text | done
 
 
 def _asked(loaded: Loaded, request: OllamaRequest, options: OllamaOptions) -> dict[str, Any]:

@@ -53,7 +53,6 @@ class Loaded:
     `reasoning_format`: the same; "none" leaves reasoning in the text.
     """
 
-    name: str
     model: Model
     scheduler: Scheduler
     sampling: Sampling
@@ -94,8 +93,8 @@ class Service:
     """The state of a model. `name`: what answers call it, never a path; `metrics`, `places`: of all models here.
 
     `idle_unload_s`: seconds without a request after which it is unloaded, None for never; a client may choose others
-    for as long as the model then stays loaded. `ran_with`: what `/props` shows of its last load. Requests are users
-    from before they wait for it until their answer has ended.
+    for as long as the model then stays loaded. Requests are users from before they wait for it until their answer has
+    ended.
     """
 
     name: str
@@ -106,13 +105,12 @@ class Service:
     aliases: tuple[str, ...] = ()
     idle_unload_s: float | None = None
     places: Places = field(default_factory=Places)
-    ran_with: dict[str, Any] = field(default_factory=dict)
     files: Loading = field(init=False)
     is_loading: bool = False
     is_stopping: bool = False
     num_waiting: int = 0  # users that wait for it
     used_s: float = 0.0  # when a request last ended
-    loaded_s: float = 0.0
+    loaded_s: float = 0.0  # 0 before it was
     asked_s: float = 0.0  # when the wait for it began
     _num_users: int = 0
     _idle_s: float = math.inf
@@ -230,7 +228,6 @@ class Service:
     ) -> None:
         """Answer with `model` from now on. `sampling` None: as the model recommends, with random seeds."""
         loaded = Loaded(
-            self.name,
             model,
             Scheduler(model, self.limits.max_queued, self.metrics),
             sampling or model.recommended_sampling,
@@ -238,13 +235,6 @@ class Service:
             reasoning_format,
             self,
         )
-        engine = model.target.facts
-        self.ran_with = {
-            "total_slots": engine.max_sequences,
-            "device": engine.device,
-            "drafter": model.drafter_name,
-            "reproducible": model.reproducible,
-        }
         with self.places.changed:
             self.loaded, self.is_loading = loaded, False
             self._idle_s = math.inf if self.idle_unload_s is None else self.idle_unload_s

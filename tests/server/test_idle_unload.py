@@ -56,7 +56,8 @@ def test_what_needs_no_model_tells_the_truth_and_loads_none(host: Host, served: 
     assert {path: host.client.get(path).json() for path in paths} == before
     assert host.ollama("/api/show") == shown
     assert host.client.post("/api/show", json={"model": "other"}).json() == shown
-    assert host.client.get("/props").json() == properties | {"is_sleeping": True, "memory": None}
+    asleep = {"is_sleeping": True, "memory": None, "total_slots": 0, "device": None, "reproducible": None}
+    assert host.client.get("/props").json() == properties | asleep
     assert host.client.get("/api/ps").json() == {"models": []}
     assert "\nedgespec_model_loaded 0\n" in host.client.get("/metrics").text
     assert served.num_loads == 1
