@@ -134,7 +134,7 @@ def served_models(settings: Sequence[Settings], options: ServeOptions) -> list[S
         service = Service(name, limits, aliases=tuple(others), **shared)
         served = Served(each, pair, service, parallel, memory)
         if found:  # the first is loaded at once
-            served.check()
+            served.known()
         service.begin(served)
         found.append(service)
     if memory is not None:
@@ -195,16 +195,12 @@ class Served:
                 show_beginning(session)
             self.has_begun = True
 
-    def check(self) -> None:
-        """Raises what a load would raise of files that are missing, damaged or lack something."""
-        self.known()
-
     def fits(self) -> bool:
         """Whether there is memory for it beside the models that are loaded."""
         return self.memory is None or self.memory.fits(replace(self.options, parallel=self.parallel), self.pair)
 
     def known(self) -> Known:
-        """What is told of it before it is loaded. Raises as `check`."""
+        """What is told of it before it is loaded. Raises what a load would of files that are damaged or missing."""
         from edgespec.server.service import Known
 
         most = GenerateOptions(**self.settings.part("generate")).max_tokens
