@@ -151,7 +151,7 @@ def _trial_line(trial: Trial) -> str:
     text = " ".join(prompt.text.split())
     text = text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
     plain, drafted = (side.stats.tokens_per_second for side in (trial.standard, trial.speculative))
-    ratio = shown(trial.speedup, "{:.2f}x") if trial.speculative.stats.drafted_tokens else "nothing drafted"
+    ratio = shown(trial.speedup) if trial.speculative.stats.drafted_tokens else "nothing drafted"
     return f"{prompt.domain:<15}  {text:<{_SHOWN_CHARACTERS}}  {plain:.1f} -> {drafted:.1f}  {ratio}"
 
 

@@ -14,7 +14,7 @@ from bench_table import table_model
 from edgespec.bench import prompts as sources
 from edgespec.bench.prompts import BenchPrompt, choose, with_random_text
 from edgespec.bench.report import Side, Summary, report_of, table_lines
-from edgespec.bench.runner import Measurement, Task, Trial, first_divergence, run_trials, tasks_of
+from edgespec.bench.runner import Measurement, Task, Trial, first_divergence, run_trials, runs, tasks_of
 from edgespec.bench.sweep import Costs, balance, expected_speedup, threshold
 from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import PromptError, UsageError
@@ -62,8 +62,9 @@ def test_every_prompt_is_decoded_both_ways_on_empty_caches(model):
 
 
 def test_both_modes_alternate_in_running_first(model):
-    found = trials(model, repeat=2)
-    firsts = Counter((trial.task.index, trial.order[0]) for trial in found)
+    sides = {"standard": replace(OPTIONS, drafter="none"), "speculative": OPTIONS}
+    found = list(runs(model, tasks(model, repeat=2), lambda task: sides, lambda: False))
+    firsts = Counter((task.index, side) for task, side, _ in found[::2])
     assert set(firsts.values()) == {1}
     assert len(firsts) == 2 * len(ASKED)
 
@@ -158,7 +159,7 @@ def trial(
 ) -> Trial:
     speculative = measurement(tokens, speculative_s, drafted_tokens=drafted)
     again = None if again_s is None else measurement(tokens, again_s)
-    return Trial(TASK, ("standard", "speculative"), measurement(tokens, plain_s), speculative, again=again)
+    return Trial(TASK, measurement(tokens, plain_s), speculative, again=again)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_an_answer_of_one_token_has_no_rate():
 
 def test_acceptance_is_of_all_runs_and_none_without_a_draft():
     drafted = [measurement(drafted_tokens=10, accepted_tokens=5, rounds=5) for _ in range(2)]
-    trials = [Trial(TASK, (), measurement(), run) for run in drafted]
+    trials = [Trial(TASK, measurement(), run) for run in drafted]
     summary = Summary(trials)
     assert summary.speculative.acceptance_rate == 0.5
     assert summary.mean_accepted_length == 2.0
