@@ -141,8 +141,7 @@ class WordWrap:
     be copied. Wide characters (CJK), which need no space between them, are left to the terminal.
     """
 
-    def __init__(self, columns: int | None = None) -> None:
-        self._fixed = columns
+    def __init__(self) -> None:
         self._column = 0
         self._gap = self._word = ""  # what is held back
         self._line = ""  # the first characters of the line
@@ -154,7 +153,7 @@ class WordWrap:
 
     def end(self) -> str:
         """What was held back."""
-        columns = self._fixed or shutil.get_terminal_size().columns
+        columns = shutil.get_terminal_size().columns
         gap, word, self._gap, self._word = self._gap, self._word, "", ""
         self._line = (self._line + gap + word)[: len(_FENCE)]
         is_text = not self._is_code and not self._line.startswith(("  ", "\t", "|"))

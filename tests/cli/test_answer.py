@@ -18,8 +18,10 @@ TEXT = "The quick brown fox jumps over the lazy dog, twice.\nThen it sleeps."
 
 
 def wrapped(text: str, columns: int, step: int = 1) -> str:
-    wrap = WordWrap(columns)
-    return "".join(wrap.push(text[i : i + step]) for i in range(0, len(text), step)) + wrap.end()
+    wrap = WordWrap()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(columns))
+        return "".join(wrap.push(text[i : i + step]) for i in range(0, len(text), step)) + wrap.end()
 
 
 @pytest.mark.parametrize("step", [1, 3, 7, 1000])
@@ -54,7 +56,7 @@ def test_text_after_code_is_wrapped_again():
 
 
 def test_wide_characters_are_not_held_back():
-    assert WordWrap(80).push("今日は") == "今日は"
+    assert WordWrap().push("今日は") == "今日は"
 
 
 CALL = '<tool_call>{"name": "FindBus", "arguments": {"to": "Fresno", "seats": 2}}</tool_call>'
