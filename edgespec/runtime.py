@@ -412,13 +412,13 @@ def load(model: str | os.PathLike[str] | LoadOptions = "demo", **options: Unpack
                 keep_one_arena()
             with start_trial(chosen, pair) as trial:
                 fitted = fit(chosen, pair, room)
-                pair, target, drafters = open_models(fitted.options, fitted.pair, trial)
+                target, drafters = open_models(fitted.options, fitted.pair, trial)
     except MemoryError as exc:
         why = "needs more memory than this process may have. Use a smaller --ctx-size, a smaller model, or no draft"
         raise CapabilityError(f"{chosen.model} {why}") from exc
     if template is not None:
         target.vocabulary.chat_template = template
-    opened = Model(fitted.options, pair, target, drafters, MemoryReport.of(fitted, room))
+    opened = Model(fitted.options, fitted.pair, target, drafters, MemoryReport.of(fitted, room))
     with closed_on_failure(opened):
         opened.prepare()
     return opened

@@ -18,7 +18,7 @@ from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.errors import ModelFileError, ModelNotFound
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import read_header
-from edgespec.loading.opening import open_models
+from edgespec.runtime import load
 from edgespec.types import Batch
 from tiny_gguf import Shape, matrices, vocabulary, write_model
 from trials import faults, probe
@@ -203,4 +203,4 @@ def test_damaged_weights_end_a_load(tmp_path):
     damaged[-1] = math.nan  # of a token that no trial reads
     path = write_model(tmp_path / "nan.gguf", SHAPE, tensors={"token_embd.weight": damaged, "output.weight": whole})
     with pytest.raises(ModelFileError, match=r"infinity or NaN|invalid data"):  # our kernels, llama.cpp
-        open_models(LoadOptions(model=str(path), reproducible=False, context_length=16))
+        load(LoadOptions(model=str(path), reproducible=False, context_length=16))
