@@ -107,15 +107,6 @@ def lacks_dot_products() -> bool:
     return not all("asimddp" in each.split() for each in features)
 
 
-def has_address_limit() -> bool:
-    """Whether this process may have only so many bytes of addresses (`ulimit -v`)."""
-    if sys.platform == "win32":
-        return False
-    import resource  # not there on Windows
-
-    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-
-
 def default_threads() -> int:
     """Threads for a compute-bound library: one on each fast core that this process may run on, at least 1.
 

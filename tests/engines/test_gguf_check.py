@@ -149,7 +149,7 @@ def test_a_probe_survives_what_ends_its_child(sound, tmp_path, monkeypatch):
     for path in (deadly, last):
         path.write_bytes(sound.read_bytes())
     monkeypatch.setenv("PYTHONPATH", str(Path(trials.__file__).parent))
-    monkeypatch.setattr(trial, "_fault_of", trials.ends_on_deadly)
+    monkeypatch.setattr(trial, "fault_of", trials.ends_on_deadly)
     found = faults([sound, deadly, last], timeout_s=30)
     assert found[0] is found[2] is None
     assert "ended a trial process (SIGABRT" in str(found[1])
@@ -172,15 +172,15 @@ def test_a_probe_that_hangs_is_ended(tmp_path):
 
 @pytest.fixture
 def started(monkeypatch):
-    """The files of every child that is started, which then works as ever."""
-    calls: list[list[Path]] = []
-    start = trial.new_child
+    """The files that are tried."""
+    calls: list[Path] = []
 
-    def starting(paths):
-        calls.append(list(paths))
-        return start(paths)
+    class Started(trial.Child):
+        def ask(self, function, *args):
+            calls.extend(args)
+            super().ask(function, *args)
 
-    monkeypatch.setattr(trial, "new_child", starting)
+    monkeypatch.setattr(trial, "Child", Started)
     return calls
 
 
@@ -191,10 +191,10 @@ def test_a_file_is_probed_once_until_it_changes(sound, tmp_path, started):
     assert not started
     trial.Trial({path: False}).require_sound()
     trial.Trial({path: False}).require_sound()
-    assert started == [[path]]
+    assert started == [path]
     write_model(path, Shape(layers=2, width=32, heads=2, kv_heads=1, hidden=32, merges=6))
     trial.Trial({path: False}).require_sound()
-    assert started == [[path], [path]]
+    assert started == [path, path]
 
 
 def test_damaged_weights_end_a_load(tmp_path):
