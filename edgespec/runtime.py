@@ -35,6 +35,7 @@ from edgespec.generation.request import (
 )
 from edgespec.generation.run_state import check_prompt
 from edgespec.generation.saved_state import load_sequence, save_sequence, state_path
+from edgespec.installation import has_memory_limit
 from edgespec.loading.opening import open_models, start_trial
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import fit
@@ -405,11 +406,11 @@ def load(model: str | os.PathLike[str] | LoadOptions = "demo", **options: Unpack
     try:
         with keeping_headers():
             room = Room.now(chosen.memory)
-            if not room.has_resource_limits:
+            if has_memory_limit():  # which counts reserved addresses, such as the unused stacks of threads
+                keep_one_arena()
+            else:
                 CHILDREN.warm()
             pair = resolve_pair(chosen)
-            if room.has_resource_limits:
-                keep_one_arena()
             with start_trial(chosen, pair) as trial:
                 fitted = fit(chosen, pair, room)
                 target, drafters = open_models(fitted.options, fitted.pair, trial)

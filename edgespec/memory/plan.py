@@ -330,11 +330,6 @@ class Room:
         total = None if free is None else free + own
         return cls(None if memory is None else budget_bytes(memory, total), limits(), own)
 
-    @property
-    def has_resource_limits(self) -> bool:
-        """Whether reserved addresses count too, such as the unused stacks of threads."""
-        return any(limit.kind != "memory" for limit in self.limits)
-
     def most_own(self, plan: Plan) -> int | None:
         """What the process's own memory may grow to; None without a limit."""
         most = [self.own + each.free_bytes for each in self.limits if each.kind != "addresses"]
