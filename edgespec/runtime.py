@@ -122,10 +122,9 @@ class Model(Closing):
                 "--no-reproducible"
             )
         notes += [note for drafter in list(self.drafters.drafters.values()) for note in drafter.notes]
-        if not self.target.facts.writes:
-            return tuple(notes)
-        if not self.target.facts.can_speculate and self.options.drafter != "none":
-            notes.append(f"speculation is off: {self.target.facts.why_no_speculation}")
+        facts = self.target.facts
+        if facts.writes and not facts.can_speculate and self.options.drafter != "none":
+            notes.append(f"speculation is off: {facts.why_no_speculation}")
         return tuple(notes)
 
     @property
@@ -266,11 +265,6 @@ class Model(Closing):
             with self._executor.vocabulary() as vocabulary:
                 prompt_ids = before_structure(vocabulary, prompt_ids, options, answer_prefix(messages))
         return self.stream(prompt_ids, sampling, options)
-
-    def check_drafter(self, options: GenerateOptions) -> None:
-        """Check that this model has the drafter of `options`. Raises CapabilityError as a generation would."""
-        self._executor.turn.require_open()
-        self.drafters.check(of_kind("options", options, GenerateOptions, ConfigError))
 
     def check_structure(self, options: GenerateOptions) -> None:
         """Check the grammar of `options`, if there is one, as a generation does.
