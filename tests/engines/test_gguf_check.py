@@ -13,6 +13,7 @@ import pytest
 
 import trials
 from edgespec.config.options import LoadOptions
+from edgespec.contained import Child
 from edgespec.engines import trial
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.errors import ModelFileError, ModelNotFound
@@ -175,7 +176,7 @@ def started(monkeypatch):
     """The files that are tried."""
     calls: list[Path] = []
 
-    class Started(trial.Child):
+    class Started(Child):
         def ask(self, function, *args):
             calls.extend(args)
             super().ask(function, *args)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from edgespec.contained import Child
 from edgespec.engines import trial
 from edgespec.errors import ModelFileError
 
@@ -14,7 +15,7 @@ def faults(paths: Sequence[Path], *, timeout_s: float) -> list[str | None]:
     """What is wrong with each file, or None. After a file that ends its child, another one tries the rest."""
     found: list[str | None] = []
     while len(found) < len(paths):
-        with trial.Child(trial.__name__) as child:
+        with Child(trial.__name__) as child:
             for path in paths[len(found) :]:
                 child.ask(trial.fault_of, path)
             while child.is_alive and len(found) < len(paths):
