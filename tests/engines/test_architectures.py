@@ -1,11 +1,10 @@
-"""Architectures that run on our kernels only: the logits of llama.cpp and of transformers, always the same bits."""
+"""Architectures that run on our kernels only: the logits of llama.cpp, always the same bits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from hybrid_gguf import HybridShape, write_granite, write_lfm2, write_qwen35
 from lossless import assert_same_text
 from needs import NEEDS_KERNELS, NEEDS_LLAMA
 from tiled import bits
-from tiny_architectures import CASES, LONG, hub_model, with_halves, write
+from tiny_architectures import CASES, LONG, write
 from tiny_graphs import assert_same_vocabulary, mean_kl, scored, tiny_files
 from tiny_mixtures import CASES as MIXTURES
 from tiny_mixtures import Twin
@@ -43,7 +42,13 @@ IDS = np.random.default_rng(5).integers(3, 250, 400).tolist()
 NAMES = [*CASES, "phi4-long"]
 HYBRIDS = "qwen35", "qwen35moe", "lfm2", "lfm2moe", "granitehybrid"  # see test_hybrid_engine, too
 CONVERTED = [name for name in WRITABLE if name not in CASES]  # from checkpoints
-FOUR_BITS = {"qwen35": write_qwen35, "lfm2": write_lfm2, "granitehybrid": write_granite}
+FOUR = HybridShape(weights=gguf.GGMLQuantizationType.Q4_0)
+FOUR_BITS = {
+    "qwen35": partial(write_qwen35, shape=FOUR),
+    "qwen35moe": partial(write_qwen35, shape=replace(FOUR, experts=(6, 2, 32), is_joined=True)),
+    "lfm2": partial(write_lfm2, shape=FOUR),
+    "granitehybrid": partial(write_granite, shape=FOUR),
+}
 NEARLY_WHOLE = (8.0, 4096.0, 32.0, 1.0)  # a ramp of YaRN from 4.05 to 8.70
 ALL = [*NAMES, *MIXTURES, *CONVERTED, *HYBRIDS]
 
@@ -77,25 +82,6 @@ def test_all_that_run_are_compared() -> None:
     assert set(KINDS) == others | {case.kind for case in CASES.values()}
 
 
-@pytest.mark.parametrize("name", [*NAMES, *CONVERTED])
-def test_logits_are_those_of_transformers(name: str, tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose attention is over keys and values in half precision, too."""
-    torch = pytest.importorskip("torch", reason="compares with transformers, which needs torch")
-    transformers = pytest.importorskip("transformers", reason="compares with transformers")
-    ids = IDS if name.endswith("-long") else IDS[:150]
-    case = CASES.get(name.removesuffix("-long"))
-    read = partial(transformers.AutoModelForCausalLM.from_pretrained, attn_implementation="eager")
-    model = hub_model(case) if case else read(tiny(name).with_suffix(""))
-    module = import_module(type(model).__module__)
-    monkeypatch.setattr(module, "eager_attention_forward", with_halves(module.eager_attention_forward))
-    with torch.no_grad():
-        wanted = model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
-    with OnnxEngine.load(tiny(name), **use(name)) as engine:
-        found = scored(engine, ids, len(ids))
-    limit = 4e-4 if case and case.layers >= 64 else 1e-4
-    assert np.sqrt(np.square(found - wanted).mean()) < limit * wanted.std()
-
-
 @NEEDS_LLAMA
 @pytest.mark.parametrize("name", ALL)
 def test_logits_are_those_of_llama_cpp(name: str, tiny, tmp_path: Path) -> None:
@@ -111,8 +97,7 @@ def test_logits_are_those_of_llama_cpp(name: str, tiny, tmp_path: Path) -> None:
         path, limit = write_mixture(tmp_path / "yarn.gguf", replace(mixture, yarn=NEARLY_WHOLE)), 3e-3
     files = [(path, limit)]
     if case or hybrid:
-        shape = HybridShape(weights=gguf.GGMLQuantizationType.Q4_0)
-        files.append((write(four, case, "Q4_0") if case else hybrid(four, shape), 0.04))
+        files.append((write(four, case, "Q4_0") if case else hybrid(four), 0.04))
     for path, limit in files:
         with (
             OnnxEngine.load(path, **use(name)) as ours,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -57,30 +56,6 @@ def ids_of(count: int, seed: int = 0) -> list[int]:
 
 def chained(engine: HybridEngine, ids: list[int]) -> Logits:
     return engine.forward(Batch.chain(ids)).copy()
-
-
-@pytest.mark.parametrize("kind", ["qwen35", "qwen35moe", "lfm2", "lfm2moe", "granitehybrid", "granitehybridmoe"])
-def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch", reason="this comparison needs torch: scripts/run.py install export")
-    transformers = pytest.importorskip("transformers")
-    if not hasattr(transformers, "Qwen3_5ForCausalLM"):
-        pytest.skip("this release of transformers has no Qwen3.5")
-    from hub_hybrids import make_hybrid
-
-    shape = HybridShape(head_size=32 if kind.startswith("qwen35") else 16, rotated=16, state_heads=6, key_heads=2)
-    if kind == "qwen35moe":
-        shape = replace(shape, experts=(6, 2, 32), is_joined=True)
-    if kind.startswith("granite"):  # twice as many values as the model is wide
-        shape = replace(shape, state_heads=4)
-    if kind in ("lfm2moe", "granitehybridmoe"):
-        shape = replace(shape, experts=(6, 3, 32))
-    model, ids = make_hybrid(kind, tmp_path / "model.gguf", shape), ids_of(100)
-    with torch.no_grad():
-        wanted = model(torch.tensor([ids])).logits[0].numpy()
-    with opened(tmp_path / "model.gguf") as engine:
-        found = chained(engine, ids)
-    assert np.linalg.norm(found - wanted) < 1e-4 * np.linalg.norm(wanted)
-    assert np.abs(found - wanted).max() < 1e-3 * wanted.std()
 
 
 @pytest.mark.parametrize("base", [0, 1, 2, 40])
