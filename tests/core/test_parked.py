@@ -84,6 +84,23 @@ def test_a_text_whose_state_fails_is_read_again(live: CachedSequence, broken: st
         assert read(live, parked, text_of(seed)) == 0
 
 
+def test_an_interrupted_load_leaves_an_empty_cache(live: CachedSequence) -> None:
+    parked, load = ParkedStates(), live.engine.load_state
+    read(live, parked, text_of(1))
+    read(live, parked, text_of(2))
+
+    def interrupted(*given: Any) -> None:
+        load(*given)
+        raise KeyboardInterrupt
+
+    live.engine.load_state = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        read(live, parked, text_of(1))
+    assert live.engine.length() == live.length == 0
+    live.engine.load_state = load  # type: ignore[method-assign]
+    assert read(live, parked, text_of(2)) == 79
+
+
 # -- on real weights
 
 QUESTIONS = (
