@@ -311,17 +311,8 @@ class ToolParser:
         arguments = next((members[key] for key in _ARGUMENTS if key in members), otherwise)
         if not name.startswith('"') or arguments is None:
             return None
-        arguments = _text_of(arguments)
+        if arguments.startswith('"'):  # some models write them as a text
+            arguments = as_json(loaded(arguments))
         if arguments and not arguments.startswith("{"):
             raise ValueError("no object")
         return ToolCall(loaded(name), arguments)
-
-
-def _text_of(arguments: str) -> str:
-    """JSON of arguments, which some models write as a text."""
-    if not arguments.startswith('"'):
-        return arguments
-    try:
-        return as_json(loaded(arguments))
-    except ValueError:
-        raise ValueError("no object") from None

@@ -146,9 +146,9 @@ def effort_of(loaded: Loaded, field: str, effort: str | None, notes: list[str]) 
     return None
 
 
-def run_by_client(tools: Sequence[Any], notes: list[str]) -> Iterator[tuple[str, Any, Any]]:
+def run_by_client(tools: Sequence[Any] | None, notes: list[str]) -> Iterator[tuple[str, Any, Any]]:
     """(place, tool, its type) of those that OpenAI's or Anthropic's servers do not run themselves, which notes name."""
-    for index, tool in enumerate(tools):
+    for index, tool in enumerate(tools or ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and _RUN_THERE.fullmatch(kind) is not None:  # it may end in a date
             notes.append(f"tools: {kind} is left out: {RUNS_NONE}")

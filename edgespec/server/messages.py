@@ -173,10 +173,8 @@ def _translated(message: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _read_tools(tools: Sequence[Any] | None, notes: list[str]) -> list[dict[str, Any]] | None:
+def _read_tools(tools: Sequence[Any] | None, notes: list[str]) -> list[dict[str, Any]]:
     """The tools as OpenAI nests them, without those that Anthropic's servers run themselves."""
-    if tools is None:
-        return None
     found = []
     for where, tool, _ in run_by_client(tools, notes):
         if not isinstance(tool, dict) or not isinstance(tool.get("input_schema"), dict):

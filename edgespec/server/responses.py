@@ -165,18 +165,15 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
         raise bad_request(f"{where} must be a message, a reasoning, a call such as function_call, or its output", where)
 
 
-def _functions(tools: Sequence[Any] | None, notes: list[str]) -> list[dict[str, Any]] | None:
+def _functions(tools: Sequence[Any] | None, notes: list[str]) -> list[dict[str, Any]]:
     """The tools as chat completions nest them. Raises HttpError 400 for kinds that a client runs and no model knows."""
-    if tools is None:
-        return None
     found = []
     for where, tool, kind in run_by_client(tools, notes):
-        if kind == "function":
-            names = ("name", "description", "parameters", "strict")
-            found.append({"type": "function", "function": {name: tool[name] for name in names if name in tool}})
-        else:
+        if kind != "function":
             reason = f"{where}: only tools of type function are supported"
             raise bad_request(reason, where, "unsupported_parameter")
+        names = ("name", "description", "parameters", "strict")
+        found.append({"type": "function", "function": {name: tool[name] for name in names if name in tool}})
     return found
 
 
