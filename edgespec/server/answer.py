@@ -244,9 +244,10 @@ class Answer:
         """The answer as it comes. Raises what the generation failed with; HttpError 503 if the server ended it."""
         try:
             async for events in self.ticket:
-                if (progress := self.ticket.take_progress()) is not None:
+                for progress in (event for event in events if isinstance(event, PromptProgress)):
                     yield Delta(Part("text"), progress=progress)
-                for delta in () if self._is_cut else self._joined(events):
+                tokens = [event for event in events if isinstance(event, TokenEvent)]
+                for delta in () if self._is_cut else self._joined(tokens):
                     yield delta
                 if not self._is_cut and self._is_complete():
                     self._is_cut = True

@@ -52,7 +52,7 @@ def in_thread(name: str, function: Callable[[], Returned]) -> Future[Returned]:
 class Job:
     """One generation to run: the prompt's token ids [n], and the options of `Model.stream`.
 
-    `tells_progress`: its reader is told how much of the prompt is read.
+    `tells_progress`: its events begin with how much of the prompt is read.
     """
 
     prompt_ids: Sequence[int]
@@ -65,7 +65,7 @@ class Ticket:
     """One submitted job. Iterate over it once for its events, in groups of all that are there; `cancel` at any time.
 
     `forget`: takes it out of the queue; `drafted`: tokens so far by the name of the drafter, kept up to date by whoever
-    gives it. A group without events: `take_progress` has something new.
+    gives it.
     """
 
     def __init__(
@@ -77,10 +77,9 @@ class Ticket:
         drafted: Mapping[str, int],
     ) -> None:
         self.generation, self.job, self.loop, self._forget, self.drafted = generation, job, loop, forget, drafted
-        self._progress: PromptProgress | None = None
         self.ready = asyncio.Event()
         self._lock = threading.Lock()
-        self._events: list[TokenEvent] = []
+        self._events: list[TokenEvent | PromptProgress] = []
         self._failure: Exception | None = None
         self._is_over = False
         self._has_begun = False
@@ -96,7 +95,7 @@ class Ticket:
     def age_s(self) -> float:
         return monotonic() - self.submitted_s
 
-    async def __aiter__(self) -> AsyncIterator[list[TokenEvent]]:
+    async def __aiter__(self) -> AsyncIterator[list[TokenEvent | PromptProgress]]:
         """Events in order, until the generation has ended. Raises what it failed with."""
         while True:
             await self.ready.wait()
@@ -104,7 +103,7 @@ class Ticket:
             with self._lock:
                 events, self._events = self._events, []
                 is_over = self._is_over
-            if events or self._progress is not None:
+            if events:
                 yield events
             if is_over:
                 if self._failure is not None:
@@ -116,24 +115,11 @@ class Ticket:
         self.generation.cancel()
         self._forget(self)
 
-    def take_progress(self) -> PromptProgress | None:
-        """How much of the prompt is read, where that is to be told and has changed since the last call."""
-        with self._lock:
-            progress, self._progress = self._progress, None
-        return progress
-
-    def post_progress(self, progress: PromptProgress) -> None:
-        """More of the prompt is read; called by the scheduler's thread."""
-        with self._lock:
-            self._progress = progress
-        with suppress(RuntimeError):  # the loop is closed: nobody reads
-            self.loop.call_soon_threadsafe(self.ready.set)
-
-    def post(self, metrics: Metrics, event: TokenEvent) -> bool:
+    def post(self, metrics: Metrics, event: TokenEvent | PromptProgress) -> bool:
         """The next event; called by the scheduler's thread. Whether the reader is to be woken for it."""
-        if not self._has_begun:
+        if isinstance(event, TokenEvent) and not self._has_begun:
             metrics.count_first_token(self.age_s)
-        self._has_begun = True
+            self._has_begun = True
         with self._lock:
             self._events.append(event)
             is_first = len(self._events) == 1  # else the reader is being woken and has not come yet
@@ -282,7 +268,7 @@ class Scheduler:
                 self._admit(batch)
             self._wake_readers()
 
-    def _post(self, ticket: Ticket, event: TokenEvent) -> None:
+    def _post(self, ticket: Ticket, event: TokenEvent | PromptProgress) -> None:
         if ticket.post(self.metrics, event):
             self._to_wake.append(ticket)
 
@@ -302,8 +288,8 @@ class Scheduler:
                 ticket = self._waiting.popleft()
                 self._running.append(ticket)
             try:
-                on_prompt = ticket.post_progress if ticket.job.tells_progress else None
-                batch.begin(ticket.generation, partial(self._post, ticket), on_prompt)
+                post = partial(self._post, ticket)
+                batch.begin(ticket.generation, post, post if ticket.job.tells_progress else None)
             except Exception as exc:
                 self._end(ticket, exc)
 
