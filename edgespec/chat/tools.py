@@ -15,16 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from edgespec.chat.arguments import (
-    ValueReader,
-    as_json,
-    as_typed,
-    behind_blanks,
-    dumped,
-    loaded,
-    properties_of,
-    required_of,
-)
+from edgespec.chat.arguments import ValueReader, as_json, as_typed, behind_blanks, dumped, loaded, properties_of
 from edgespec.chat.marks import begun
 
 if TYPE_CHECKING:
@@ -234,7 +225,9 @@ class ToolParser:
                 raise ValueError("no end of a value")
             members[dumped(key)] = as_typed(self._value(text[begin:end]), key, parameters)
         behind = self.form.skipped(text, at)
-        is_whole = bool(members) and all(dumped(key) in members for key in required_of(parameters))
+        required = parameters.get("required")
+        names = required if isinstance(required, list) else []
+        is_whole = bool(members) and all(dumped(name) in members for name in names)
         is_closed = bool(text[at:behind].strip()) or (is_end and is_whole)
         may_go_on = self.form.argument_read[1].match(text, at) is not None
         if (behind == len(text) or may_go_on) and not is_closed:
