@@ -64,9 +64,8 @@ class ToolParser:
 
     def __init__(self, form: Form, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         functions = [tool.get("function") or {} for tool in tools]
-        self.form, self.marks = form, form.marks
+        self.form, self.tools = form, tools
         self.is_over = False
-        self.tools = tools
         self._parameters = {str(each.get("name")): each.get("parameters") or {} for each in functions}
         self._held = ""
         self._searched = 0  # of what is held, for closing marks

@@ -4,6 +4,8 @@ an exchange: a request that was read and checked, and how its answers are writte
 
 from __future__ import annotations
 
+import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -356,14 +358,16 @@ class Work:
 
 
 class Exchange(ABC):
-    """`is_stream`: whether the answers are sent as they come."""
+    """`is_stream`: whether the answers are sent as they come; `begins`: the ids of answers."""
 
+    begins = ""
     media_type = "text/event-stream"
     ping = b": ping\n\n"  # sent while there is nothing to send; a comment, which readers of events skip
     streams_by_default = False
 
     def __init__(self, work: Work, *, is_stream: bool) -> None:
         self.work, self.jobs, self.is_stream = work, work.jobs, is_stream
+        self.id, self.created = f"{self.begins}{secrets.token_hex(12)}", int(time.time())
         self.name, self.vocabulary = work.loaded.service.name, work.loaded.model.target.vocabulary
 
     def answer(self, ticket: Ticket) -> Answer:

@@ -113,7 +113,7 @@ def answer_generate(loaded: Loaded, request: OllamaGenerate, notes: list[str]) -
         if is_text:
             asked.pop("reasoning_effort", None)
             text = completions.Completion(**asked, prompt=prompt, suffix=request.suffix)
-            return completions.prepare(loaded, text, notes)
+            return completions.prepare(loaded, text)
         first = [{"role": "system", "content": request.system}] if request.system else []
         return chat.prepare(loaded, chat.Chat(**asked, messages=[*first, {"role": "user", "content": prompt}]), notes)
 

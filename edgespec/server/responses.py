@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -180,10 +179,11 @@ def _functions(tools: Sequence[Any] | None, notes: list[str]) -> list[dict[str, 
 class ResponsesExchange(Exchange):
     """A request to `/v1/responses`. `echoed`: what the answer repeats."""
 
+    begins = "resp_"
+
     def __init__(self, work: Work, echoed: dict[str, Any], *, is_stream: bool) -> None:
         super().__init__(work, is_stream=is_stream)
         self._echoed = echoed
-        self._id, self._created = f"resp_{secrets.token_hex(12)}", int(time.time())
         self._sequence = 0
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -277,9 +277,9 @@ class ResponsesExchange(Exchange):
     def _object(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         sampling = self.jobs[0].sampling
         return {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
-            "created_at": self._created,
+            "created_at": self.created,
             "status": status,
             "error": None,
             "incomplete_details": None,
