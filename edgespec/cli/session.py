@@ -312,11 +312,11 @@ class SavedChat:
         self._stamp = self._found_stamp()
         self._is_changed = False
 
-    def begin(self, chat: Chat, system: str | None) -> None:
-        """Continue the conversation, with `system` in place of its system prompt where one is given."""
+    def begin(self, chat: Chat) -> None:
+        """Continue the conversation, with the system prompt of the settings where they have one."""
         if self._conversation is None:
             return
-        if system is not None:
+        if (system := chat.session.shown.system) is not None:
             self._conversation.system = system
         chat.conversation = self._conversation
         note(f"continuing {self._path}: {counted(chat.conversation.num_exchanges, 'exchange')}")
