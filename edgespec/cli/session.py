@@ -93,12 +93,9 @@ class Session:
 
     def printer(self, prompt_ids: Sequence[int], prefix: str = "") -> AnswerPrinter:
         """What prints the answer to a prompt, which has begun with `prefix`, in the way that the settings ask for."""
-        reasoning = None
-        if self.splits_reasoning:
-            vocabulary = self.model.target.vocabulary
-            found = Reasoning.of(vocabulary, prompt_ids, prefix)
-            reasoning = None if found is None else (found, vocabulary)
-        return AnswerPrinter(raw=self.shown.raw, reasoning=reasoning)
+        vocabulary = self.model.target.vocabulary
+        reasoning = Reasoning.of(vocabulary, prompt_ids, prefix) if self.splits_reasoning else None
+        return AnswerPrinter(vocabulary, reasoning, raw=self.shown.raw)
 
     def require_switch(self) -> None:
         """Raises ConfigError where the chat template is to be told whether to reason, and cannot be."""
