@@ -18,11 +18,6 @@ from edgespec.config.table import Section, check_values, settings_of
 from edgespec.config.values import (
     MAX_COUNT,
     MAX_DRAFT_LENGTH,
-    MAX_GRAMMAR_CHARACTERS,
-    MAX_PARALLEL,
-    MAX_TOP_LOGPROBS,
-    NO_LIMIT,
-    RANDOM_SEED,
     CacheType,
     ContextLength,
     DrafterName,
@@ -51,6 +46,11 @@ from edgespec.config.values import (
 from edgespec.errors import ConfigError, SamplingError, name_option, shown
 
 Location = str | os.PathLike[str]
+MAX_TOP_LOGPROBS = 256
+MAX_PARALLEL = 64
+RANDOM_SEED = -1  # as a seed, like None: another one each time, as in llama.cpp
+NO_LIMIT = -1  # as a number of new tokens, like None
+MAX_GRAMMAR_CHARACTERS = 1 << 18  # of a schema or grammar: what compiles within a second
 MAX_TEMPERATURE = 100
 _MAX_BIAS = 1e30  # finite in float32 even after a logit is added
 _MAX_WAIT_S = 10**9
