@@ -198,7 +198,7 @@ class Served:
         return self.memory is None or self.memory.fits(replace(self.options, parallel=self.parallel), self.pair)
 
     def known(self) -> Known:
-        """What is told of it before it is loaded. Raises what a load would of files that are damaged or missing."""
+        """What is told of it before it is loaded. Raises what a load would raise of its files."""
         from edgespec.server.service import Known
 
         most = GenerateOptions(**self.settings.part("generate")).max_tokens
