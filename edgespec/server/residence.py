@@ -113,9 +113,7 @@ class Loading(Protocol):
     """How a model comes into memory."""
 
     def known(self) -> Known:
-        """What its files and options say of it before it is loaded. Raises what a load would raise of files that are
-        missing, damaged or lack something.
-        """
+        """What its files and options say of it before it is loaded. Raises what can be known then."""
 
     def load(self) -> None:
         """Calls `Service.use`."""
