@@ -166,7 +166,7 @@ class Answer:
     @property
     def stats(self) -> Stats:
         """Counters of the generation."""
-        return self.ticket.stats
+        return self.ticket.generation.stats
 
     @property
     def seed(self) -> int:

@@ -49,9 +49,9 @@ def create_app(services: Services, *, origins: Sequence[str] = (), hosts: Sequen
     routes += [Route(path, _caught(partial(each, services)), methods=[how]) for path, (how, _, each) in OTHERS.items()]
     routes += [Route(path, _caught(partial(_refuse, why)), methods=["POST"]) for path, why in NOT_HERE.items()]
     shown = page_routes()
-    paths = [route.path for route in (*routes, *shown)]
-    open_paths = ["/health", "/v1/health", *(route.path for route in shown)]
-    rules: dict[str, Any] = {"paths": paths, "open_paths": open_paths, "hosts": hosts, "origins": origins}
+    paths = frozenset(route.path for route in (*routes, *shown))
+    open_paths = frozenset(("/health", "/v1/health", *(route.path for route in shown)))
+    names = {"hosts": frozenset(map(str.lower, hosts)), "origins": frozenset(origins)}
     cors = Middleware(
         CORSMiddleware,
         allow_origins=origins,
@@ -62,7 +62,7 @@ def create_app(services: Services, *, origins: Sequence[str] = (), hosts: Sequen
     )
     app = Starlette(
         routes=[*routes, *shown],
-        middleware=[cors, Middleware(Guard, services=services, **rules)],
+        middleware=[cors, Middleware(Guard, services=services, paths=paths, open_paths=open_paths, **names)],
         exception_handlers={HTTPException: _http_exception},
     )
     app.router.redirect_slashes = False

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from edgespec.contained import is_wanted
 from edgespec.errors import EdgespecError
 from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.handle import Generation
-from edgespec.reports import PromptProgress, RoundRecord, Stats, TokenEvent
+from edgespec.reports import PromptProgress, RoundRecord, TokenEvent
 from edgespec.runtime import Model
 from edgespec.server.http_errors import HttpError, queue_full, stopping
 from edgespec.server.metrics import Metrics, answer_line
@@ -61,35 +61,27 @@ class Job:
     tells_progress: bool = False
 
 
+@dataclass(eq=False, slots=True)
 class Ticket:
     """One submitted job. Iterate over it once for its events, in groups of all that are there; `cancel` at any time.
 
     `forget`: takes it out of the queue; `drafted`: tokens so far by the name of the drafter, kept up to date by whoever
-    gives it.
+    gives it; `is_read_whole`: its events are wanted when the generation has ended, all at once.
     """
 
-    def __init__(
-        self,
-        generation: Generation,
-        job: Job,
-        loop: asyncio.AbstractEventLoop,
-        forget: Callable[[Ticket], None],
-        drafted: Mapping[str, int],
-    ) -> None:
-        self.generation, self.job, self.loop, self._forget, self.drafted = generation, job, loop, forget, drafted
-        self.ready = asyncio.Event()
-        self._lock = threading.Lock()
-        self._events: list[TokenEvent | PromptProgress] = []
-        self._failure: Exception | None = None
-        self._is_over = False
-        self._has_begun = False
-        self.is_read_whole = False  # its events are wanted when the generation has ended, all at once
-        self.submitted_s = monotonic()
-
-    @property
-    def stats(self) -> Stats:
-        """Counters of the generation; complete after the last event."""
-        return self.generation.stats
+    generation: Generation
+    job: Job
+    loop: asyncio.AbstractEventLoop
+    forget: Callable[[Ticket], None]
+    drafted: Mapping[str, int]
+    is_read_whole: bool = False
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    submitted_s: float = field(default_factory=monotonic)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _events: list[TokenEvent | PromptProgress] = field(default_factory=list)
+    _failure: Exception | None = None
+    _is_over: bool = False
+    _has_begun: bool = False
 
     @property
     def age_s(self) -> float:
@@ -113,7 +105,7 @@ class Ticket:
     def cancel(self) -> None:
         """End it after at most one pass, or at once where it still waits. Cancelling what is over is allowed."""
         self.generation.cancel()
-        self._forget(self)
+        self.forget(self)
 
     def post(self, metrics: Metrics, event: TokenEvent | PromptProgress) -> bool:
         """The next event; called by the scheduler's thread. Whether the reader is to be woken for it."""
@@ -294,9 +286,9 @@ class Scheduler:
                 self._end(ticket, exc)
 
     def _end(self, ticket: Ticket, failure: Exception | None) -> None:
-        self.metrics.add(ticket.stats, has_failed=failure is not None, duration_s=ticket.age_s)
+        self.metrics.add(ticket.generation.stats, has_failed=failure is not None, duration_s=ticket.age_s)
         request, model = ticket.generation.request, self.model
-        line = answer_line(ticket.stats, ticket.drafted, request.options, model.options, model.target.facts)
+        line = answer_line(ticket.generation.stats, ticket.drafted, request.options, model.options, model.target.facts)
         with suppress(RuntimeError):  # the loop is closed
             # There, since writing may take its time, and the command line knows how much to say by thread.
             ticket.loop.call_soon_threadsafe(logger.info, "%s", line)
