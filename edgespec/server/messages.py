@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
+from edgespec.chat.messages import part_text
 from edgespec.server.answer import Answer, Event, Exchange, Part, events, sse
 from edgespec.server.chat import RUNS_NONE, TEXT_ONLY, Chat, effort_of, prepare, run_by_client
 from edgespec.server.http_errors import HttpError, bad_request
@@ -138,9 +139,8 @@ def _system_text(content: Any) -> str:
     """
     if isinstance(content, str):
         return content
-    blocks = content if isinstance(content, list) else [content]
-    texts = [block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None for block in blocks]
-    if not all(isinstance(text, str) for text in texts):
+    texts = [part_text(block) for block in (content if isinstance(content, list) else [content])]
+    if None in texts:
         raise bad_request(f"system must be a text or a list of text blocks: {TEXT_ONLY}", "system")
     return "".join(text for text in texts if text and not text.startswith("x-anthropic-billing-header:"))
 

@@ -176,23 +176,18 @@ class Scheduler:
 
         Raises HttpError 429 if the queue is full, 503 while the server stops, and the errors of `Model.stream`.
         """
-        drafted = [Counter[str]() for _ in jobs]
-        generations = await self.prepare(
-            lambda: [
-                self.model.stream(job.prompt_ids, job.sampling, job.options, partial(self._count_round, counts))
-                for job, counts in zip(jobs, drafted, strict=True)
-            ]
-        )
         loop = asyncio.get_running_loop()
-        tickets = [
-            Ticket(generation, job, loop, self.forget, counts)
-            for generation, job, counts in zip(generations, jobs, drafted, strict=True)
-        ]
+        tickets = await self.prepare(lambda: [self._ticket(job, loop) for job in jobs])
         with self._changed:
             self.admit(len(jobs))
             self._waiting.extend(tickets)
             self._changed.notify()
         return tickets
+
+    def _ticket(self, job: Job, loop: asyncio.AbstractEventLoop) -> Ticket:
+        drafted = Counter[str]()
+        generation = self.model.stream(job.prompt_ids, job.sampling, job.options, partial(self._count_round, drafted))
+        return Ticket(generation, job, loop, self.forget, drafted)
 
     def _count_round(self, drafted: Counter[str], record: RoundRecord) -> None:
         self.metrics.count_round(record)
