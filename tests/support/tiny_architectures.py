@@ -52,8 +52,7 @@ class Case:
 
     def places(self) -> Iterator[tuple[str, str, Tensor]]:
         """(internal name, GGUF name, row of the table) of all tensors."""
-        kind = KINDS[self.kind]
-        table = kind.table
+        table = KINDS[self.kind]
         for name, row in table.outer.items():
             if not (self.is_tied and name == "lm_head.weight"):
                 yield name, row.name, row

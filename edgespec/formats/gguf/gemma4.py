@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from edgespec.formats.architectures import Sizes, Tensor
 from edgespec.formats.gguf.header import GgufNumbers
-from edgespec.formats.gguf.model import HEAD_MULTIPLE, GgufModel, Reader, Tensors
+from edgespec.formats.gguf.model import EXPERT_INNER, HEAD_MULTIPLE, INNER, SIZES, GgufModel, Reader, Tensors
 from edgespec.formats.gguf.tables import ROUTED_LAYER, SCALED_LAYER, SECOND_EMBEDDING, SECOND_EMBEDDING_LAYER
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.gemma4 import Gemma4Config, Gemma4Layer
@@ -20,16 +20,14 @@ class Gemma4Reader(Reader):
     _layer_sizes: list[Sizes]
 
     def _sizes(self) -> Sizes:
-        layers, context, width, heads = (
-            self._size(key) for key in ("block_count", "context_length", "embedding_length", "attention.head_count")
-        )
+        layers, context, width, heads = (self._size(key) for key in SIZES)
         windowed = self._windowed(layers)
-        inner, kv_heads = (self._each_layer(key, layers) for key in ("feed_forward_length", "attention.head_count_kv"))
+        inner, kv_heads = (self._each_layer(key, layers) for key in (INNER, "attention.head_count_kv"))
         head_dims = self._head_dim("", width // heads), self._head_dim("_swa", width // heads)
         experts = int(self._number("expert_count", 0))
         outer = Sizes(
             *(layers, width, inner[0], heads, kv_heads[0], head_dims[0], len(self._header.tokens), context, experts),
-            self._size("expert_feed_forward_length") if experts else 0,
+            self._size(EXPERT_INNER) if experts else 0,
             int(self._number("embedding_length_per_layer_input", 0)),
             self._other_sizes(),
         )
@@ -38,7 +36,7 @@ class Gemma4Reader(Reader):
             for layer in range(layers)
         ]
         if outer.per_layer:
-            self._table = replace(self._table, outer={**self._table.outer, **SECOND_EMBEDDING})
+            self._kind = replace(self._kind, outer={**self._kind.outer, **SECOND_EMBEDDING})
         return outer
 
     def _other_sizes(self) -> Mapping[str, int]:
@@ -50,7 +48,7 @@ class Gemma4Reader(Reader):
     def _layer_table(self, layer: int) -> Mapping[str, Tensor]:
         sizes, is_scaled = self._layer_sizes[layer], "blk.0.layer_output_scale.weight" in self._infos
         return {
-            **self._table.layer,
+            **self._kind.layer,
             **(SECOND_EMBEDDING_LAYER if sizes.per_layer else {}),
             **(ROUTED_LAYER if sizes.experts else {}),
             **(SCALED_LAYER if is_scaled else {}),
@@ -62,7 +60,6 @@ class Gemma4Reader(Reader):
     def _config(self, sizes: Sizes, tensors: Tensors) -> LlamaConfig:
         windowed = self._windowed(sizes.layers)
         own = {
-            "intermediate_size": max(each.inner for each in self._layer_sizes),
             "window_head_dim": self._head_dim("_swa", sizes.width // sizes.heads),
             "attention_scale": 1.0,
             "layers": self._layers(windowed, tensors),
