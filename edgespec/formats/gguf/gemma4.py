@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from edgespec.formats.architectures import Sizes, Tensor
-from edgespec.formats.gguf.header import GgufNumbers
 from edgespec.formats.gguf.model import EXPERT_INNER, HEAD_MULTIPLE, INNER, SIZES, GgufModel, Reader, Tensors
 from edgespec.formats.gguf.tables import ROUTED_LAYER, SCALED_LAYER, SECOND_EMBEDDING, SECOND_EMBEDDING_LAYER
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
@@ -70,12 +69,11 @@ class Gemma4Reader(Reader):
 
     def _each_layer(self, key: str, layers: int) -> list[int]:
         """A size that is given for all layers together or for each."""
-        found = self._value(key)
-        if not isinstance(found, GgufNumbers):
-            return [self._size(key)] * layers
-        if len(found.items) != layers or not all(isinstance(each, int) and 0 < each < 1 << 31 for each in found.items):
-            raise self._wrong(f"its {key} is {str(found.items)[:40]}, a size for each of {layers} layers was expected")
-        return [int(each) for each in found.items]
+        found = self._items(key) or (self._size(key),) * layers
+        sizes = [each for each in found if isinstance(each, int) and 0 < each < 1 << 31]
+        if len(sizes) != layers or len(found) != layers:
+            raise self._wrong(f"its {key} is {str(found)[:40]}, a size for each of {layers} layers was expected")
+        return sizes
 
     def _head_dim(self, kind: str, default: int) -> int:
         """Of full layers ("") or windowed ones ("_swa"); all of a head is rotated."""

@@ -47,7 +47,7 @@ class _HeadReader(Reader):
 
 class EagleReader(_HeadReader):
     def _config(self, sizes: Sizes, tensors: Tensors) -> LlamaConfig:
-        is_normed = bool(self._number("norm_before_residual", 0))
+        is_normed = self._flag("norm_before_residual", default=False)
         return EagleConfig(**self._settings(sizes, tensors), norms_residual=is_normed)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from edgespec.formats.architectures import ATTENTION, HEAD_NORMS, MLP, Sizes, Tensor
-from edgespec.formats.gguf.header import GgufNumbers, TensorInfo
+from edgespec.formats.gguf.header import TensorInfo
 from edgespec.formats.gguf.model import GgufModel, Reader, Tensors
 from edgespec.formats.gguf.tables import EXPERTS, PREFERENCE, SHARED_EXPERT, STATE_KEYS
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
@@ -92,7 +92,7 @@ class _HybridReader(Reader):
 
     def _kv_heads(self, layers: int, heads: int) -> int:
         """Of the layers that attend; those that have none in the list of a file keep a running state."""
-        counts = self._numbers("attention.head_count_kv")
+        counts = tuple(map(int, self._items("attention.head_count_kv")))
         if not counts:
             return super()._kv_heads(layers, heads)
         kinds = {count for count in counts if count}
@@ -100,11 +100,6 @@ class _HybridReader(Reader):
             raise self._wrong(f"its layers have {counts} heads of keys; one number or 0 in each is needed")
         self._recurrent = frozenset(layer for layer, count in enumerate(counts) if not count)
         return kinds.pop()
-
-    def _numbers(self, key: str) -> tuple[int, ...]:
-        """A number of each layer, as a file lists them; empty without a list."""
-        found = self._value(key)
-        return tuple(int(each) for each in found.items) if isinstance(found, GgufNumbers) else ()
 
 
 class Qwen35Reader(_HybridReader):
@@ -122,7 +117,7 @@ class Qwen35Reader(_HybridReader):
         layers = found.layers - int(self._number("nextn_predict_layers", 0))
         self._infos = dict(self._chosen(layers))
         self._feed_forward = self._routed() if found.experts else MLP
-        every, flags = self._size("full_attention_interval", 4), self._numbers("attention.recurrent_layers")
+        every, flags = self._size("full_attention_interval", 4), self._items("attention.recurrent_layers")
         self._recurrent = frozenset(n for n in range(layers) if (flags[n : n + 1] or ((n + 1) % every,))[0])
         taps, values, state, value_heads, key_heads = (self._size(key) for key in STATE_KEYS)
         if values != value_heads * state or value_heads % key_heads:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError
 from edgespec.formats.architectures import PERMUTE_K, PERMUTE_Q, Sizes, Tensor
-from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, Scalar, TensorInfo
+from edgespec.formats.gguf.header import GgufHeader, MetadataReader, TensorInfo
 from edgespec.formats.gguf.tables import KINDS, SCORE_CAP, SHARED_INNER, TEMPERATURE, WINDOW, WINDOW_BASE
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.llama_config import WRITABLE, Experts, LlamaConfig
@@ -124,12 +124,12 @@ def _reader(architecture: str, *, nextn: bool) -> type[Reader]:
     return readers.get(architecture, Reader)
 
 
-class Reader:
-    """Typed access to the metadata of one file; every complaint names the file."""
+class Reader(MetadataReader):
+    """The model in one file; every complaint names the file."""
 
     def __init__(self, path: Path, header: GgufHeader) -> None:
-        self._path, self._header, self._kind = path, header, KINDS[header.architecture]
-        self._infos = {tensor.name: tensor for tensor in header.tensors}
+        super().__init__(path, header)
+        self._kind = KINDS[header.architecture]
 
     def read(self) -> GgufModel:
         self._refuse_unknown_keys()
@@ -249,11 +249,10 @@ class Reader:
 
     def _windowed(self, layers: int) -> frozenset[int]:
         """Layers with a window: a list of layers, each how many has none, or as the architecture has it."""
-        found = self._value("attention.sliding_window_pattern")
-        if isinstance(found, GgufNumbers):
-            if len(found.items) != layers:
-                raise self._wrong(f"its pattern of windows is for {len(found.items)} layers, it has {layers}")
-            return frozenset(layer for layer, flag in enumerate(found.items) if flag)
+        if flags := self._items("attention.sliding_window_pattern"):
+            if len(flags) != layers:
+                raise self._wrong(f"its pattern of windows is for {len(flags)} layers, it has {layers}")
+            return frozenset(layer for layer, flag in enumerate(flags) if flag)
         every = int(self._number("attention.sliding_window_pattern", self._kind.window_every))
         return frozenset(range(layers)) - self._each(every, layers)
 
@@ -374,23 +373,6 @@ class Reader:
                 raise self._wrong(
                     f"its setting {key} = {str(value)[:40]} is not known, and may change what it computes"
                 )
-
-    def _value(self, key: str) -> Any:
-        return self._header.value(key)
-
-    def _number(self, key: str, default: float | None = None) -> float:
-        found: Scalar | Any = self._value(key)
-        found = default if found is None else found
-        if not isinstance(found, (int, float)) or not math.isfinite(found):
-            what = "is missing" if found is None else f"is {str(found)[:40]}, one number was expected"
-            raise self._wrong(f"{self._header.architecture}.{key} {what}")
-        return float(found)
-
-    def _size(self, key: str, default: int | None = None) -> int:
-        found = self._number(key, default)
-        if not 1 <= found < 1 << 31 or found != int(found):
-            raise self._wrong(f"{self._header.architecture}.{key} is {found}, a size was expected")
-        return int(found)
 
     def _wrong(self, reason: str) -> ModelFileError:
         return ModelFileError(f"{self._path} cannot be converted to ONNX: {reason}")

@@ -95,8 +95,8 @@ Ports = tuple[list[ValueInfoProto], list[ValueInfoProto]]  # inputs and outputs 
 TOKENS = ("batch_size", "sequence_length")  # a shape
 
 
-def port(name: str, shape: Sequence[int | str] | None, kind: int = TensorProto.FLOAT) -> ValueInfoProto:
-    """An input or output."""
+def port(name: str, shape: Sequence[object] | None, kind: int = TensorProto.FLOAT) -> ValueInfoProto:
+    """An input or output; `shape` of numbers and names."""
     return helper.make_tensor_value_info(name, kind, shape)
 
 
