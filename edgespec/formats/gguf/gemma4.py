@@ -27,19 +27,20 @@ class Gemma4Reader(Reader):
         outer = Sizes(
             *(layers, width, inner[0], heads, kv_heads[0], head_dims[0], len(self._header.tokens), context, experts),
             self._size(EXPERT_INNER) if experts else 0,
-            int(self._number("embedding_length_per_layer_input", 0)),
-            self._other_sizes(),
+            self._other_sizes(layers),
         )
         self._layer_sizes = [
             replace(outer, inner=inner[layer], kv_heads=kv_heads[layer], head_dim=head_dims[layer in windowed])
             for layer in range(layers)
         ]
-        if outer.per_layer:
+        if outer.others["p"]:
             self._kind = replace(self._kind, outer={**self._kind.outer, **SECOND_EMBEDDING})
         return outer
 
-    def _other_sizes(self) -> Mapping[str, int]:
-        return {}
+    def _other_sizes(self, layers: int) -> Mapping[str, int]:
+        """p: of the second embedding in a layer, P: in all."""
+        size = int(self._number("embedding_length_per_layer_input", 0))
+        return {"p": size, "P": size * layers}
 
     def _sizes_of(self, layer: int, sizes: Sizes) -> Sizes:
         return self._layer_sizes[layer]
@@ -48,7 +49,7 @@ class Gemma4Reader(Reader):
         sizes, is_scaled = self._layer_sizes[layer], "blk.0.layer_output_scale.weight" in self._infos
         return {
             **self._kind.layer,
-            **(SECOND_EMBEDDING_LAYER if sizes.per_layer else {}),
+            **(SECOND_EMBEDDING_LAYER if sizes.others["p"] else {}),
             **(ROUTED_LAYER if sizes.experts else {}),
             **(SCALED_LAYER if is_scaled else {}),
         }
@@ -62,7 +63,7 @@ class Gemma4Reader(Reader):
             "window_head_dim": self._head_dim("_swa", sizes.width // sizes.heads),
             "attention_scale": 1.0,
             "layers": self._layers(windowed, tensors),
-            "per_layer_size": sizes.per_layer,
+            "per_layer_size": sizes.others["p"],
             "has_scales": "model.layers.0.layer_scalar" in tensors,
         }
         return Gemma4Config(**self._settings(sizes, tensors) | own)
@@ -119,9 +120,10 @@ class Gemma4DrafterReader(Gemma4Reader):
         config = replace(config, window=config.window - 1, target_width=width, embedding_scale=float(width**0.5))
         return replace(found, config=config, tensors={**found.tensors, HEAD: found.tensors[EMBEDDING]})
 
-    def _other_sizes(self) -> Mapping[str, int]:
+    def _other_sizes(self, layers: int) -> Mapping[str, int]:
+        """P: of the target's states."""
         width = self._size("embedding_length_out")
-        return {"P": width, "2P": 2 * width}
+        return {"p": 0, "P": width, "2P": 2 * width}
 
     def _layers(self, windowed: frozenset[int], tensors: Tensors) -> tuple[Gemma4Layer, ...]:
         return tuple(Gemma4Layer("q", size.kv_heads, size.head_dim, 0) for size in self._layer_sizes)
