@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Self
 from weakref import WeakMethod
@@ -55,9 +54,10 @@ def no_event(_event: TokenEvent) -> None:
 class Member:
     """One running generation. `on_event` is called with each of its events, `on_end` with what ended it.
 
-    `resume` moves its loop on; `waiting`: the pass that it asked for at `asked_s`; `beside`: how many sequences decode
-    in the target's next pass, and the others' rows, those of prompts among them, that its latest draft was priced with;
-    `latest_pass`: number of its latest pass of the target, in which it had `latest_rows`.
+    `waiting`: the pass that its loop asked for at `asked_s`; `reply`: the logits or the failure of that pass, with which
+    the loop goes on. `beside`: how many sequences decode in the target's next pass, and the others' rows, those of
+    prompts among them, that its latest draft was priced with; `latest_pass`: number of its latest pass of the target,
+    in which it had `latest_rows`.
     """
 
     claim: Claim
@@ -67,9 +67,9 @@ class Member:
     controller: Controller | None
     on_event: Callable[[TokenEvent], None]
     on_end: Callable[[Exception | None], None]
-    resume: Callable[[], TokenEvent | PassRequest]
     latest_pass: int
     waiting: PassRequest | None = None
+    reply: Logits | Exception | None = None
     asked_s: float = 0.0
     beside: tuple[int, int, int] = _ALONE
     latest_rows: int = 1
@@ -178,8 +178,7 @@ class ContinuousBatch:
             raise
         run.on_prompt = on_prompt
         loop = steps(run, controller, RULES[request.rule])
-        resume = partial(next, loop)
-        member = Member(generation.claim, run, slot, loop, controller, on_event, on_end, resume, self._num_passes)
+        member = Member(generation.claim, run, slot, loop, controller, on_event, on_end, self._num_passes)
         if threads is not None and not self._members:
             threads.begin()
         self._members.append(member)
@@ -273,7 +272,7 @@ class ContinuousBatch:
             return []
         except Exception as exc:
             if len(chosen) == 1:
-                chosen[0].resume = partial(chosen[0].steps.throw, exc)
+                chosen[0].reply = exc
                 return list(chosen)
             for member in chosen:  # each alone, to find out whose fault it is
                 with suppress(EdgespecError):  # it fails again, alone
@@ -283,14 +282,15 @@ class ContinuousBatch:
             return []
         self._share(chosen, started)
         for member, rows in zip(chosen, logits, strict=True):
-            member.resume = partial(member.steps.send, rows)
+            member.reply = rows
         return list(chosen)
 
     def _share(self, chosen: Sequence[Member], started: Started) -> None:
         """Charge each member its part of a pass, by its rows or what these cost, and teach the costs what it took."""
-        seconds, is_disturbed, is_drafting = perf_counter() - started.wall_s, False, chosen[0].is_drafting
+        seconds, is_disturbed = perf_counter() - started.wall_s, False
         widths = [member.asked.batch.width for member in chosen]
         num_rows = sum(widths)
+        is_drafting = chosen[0].is_drafting
         if not is_drafting:
             self._num_passes += 1
             if (threads := self._executor.pool.threads) is not None:
@@ -347,9 +347,9 @@ class ContinuousBatch:
 
     def _resumed(self, member: Member) -> TokenEvent | None:
         """Run a member's loop up to its next event; None: it waits for a pass, or has ended."""
-        resume, member.resume, member.waiting = member.resume, partial(next, member.steps), None
+        reply, member.reply, member.waiting = member.reply, None, None
         try:
-            step = resume()
+            step = member.steps.throw(reply) if isinstance(reply, Exception) else member.steps.send(reply)
         except StopIteration:
             self._leave(member)
         except Exception as exc:
