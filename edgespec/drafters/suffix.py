@@ -268,11 +268,9 @@ class SuffixDrafter(Drafter):
                 corpus.follow(self._text.ids)
             longest = max(self._corpora, key=lambda corpus: corpus.length)
             if longest.length > (length + _NEARER if length else self._min_match - 1):
-                request = request.at_most(_GROWTH * longest.length)
-                return looked_up(request, _copied_from(longest, request.max_tokens))
-        return (
-            looked_up(request.at_most(_GROWTH * length), self._copied()) if length >= self._min_match else EMPTY_DRAFT
-        )
+                most = min(_GROWTH * longest.length, request.max_tokens)
+                return looked_up(request, _copied_from(longest, most), most)
+        return looked_up(request, self._copied(), _GROWTH * length) if length >= self._min_match else EMPTY_DRAFT
 
     def _copied(self) -> Iterator[tuple[int, Evidence]]:
         """From the text itself."""
