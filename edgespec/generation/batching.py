@@ -54,10 +54,10 @@ def no_event(_event: TokenEvent) -> None:
 class Member:
     """One running generation. `on_event` is called with each of its events, `on_end` with what ended it.
 
-    `waiting`: the pass that its loop asked for at `asked_s`; `reply`: the logits or the failure of that pass, with which
-    the loop goes on. `beside`: how many sequences decode in the target's next pass, and the others' rows, those of
-    prompts among them, that its latest draft was priced with; `latest_pass`: number of its latest pass of the target,
-    in which it had `latest_rows`.
+    `waiting`: the pass that its loop asked for at `asked_s`; `reply`: the logits or the failure of that pass, with
+    which the loop goes on. `beside`: how many sequences decode in the target's next pass, and the others' rows, those
+    of prompts among them, that its latest draft was priced with; `latest_pass`: number of its latest pass of the
+    target, in which it had `latest_rows`.
     """
 
     claim: Claim
