@@ -54,10 +54,10 @@ def no_event(_event: TokenEvent) -> None:
 class Member:
     """One running generation. `on_event` is called with each of its events, `on_end` with what ended it.
 
-    `waiting`: the pass that its loop asked for at `asked_s`; `reply`: the logits or the failure of that pass, with
-    which the loop goes on. `beside`: how many sequences decode in the target's next pass, and the others' rows, those
-    of prompts among them, that its latest draft was priced with; `latest_pass`: number of its latest pass of the
-    target, in which it had `latest_rows`.
+    `waiting`: the pass that its loop asked for at `asked_s`, one of a draft model if it `is_drafting`; `reply`: the
+    logits or the failure of that pass, with which the loop goes on. `beside`: how many sequences decode in the target's
+    next pass, and the others' rows, those of prompts among them, that its latest draft was priced with; `latest_pass`:
+    number of its latest pass of the target, in which it had `latest_rows`.
     """
 
     claim: Claim
@@ -71,6 +71,7 @@ class Member:
     waiting: PassRequest | None = None
     reply: Logits | Exception | None = None
     asked_s: float = 0.0
+    is_drafting: bool = False
     beside: tuple[int, int, int] = _ALONE
     latest_rows: int = 1
 
@@ -84,11 +85,6 @@ class Member:
         """The pass that it waits for."""
         assert self.waiting is not None
         return self.waiting
-
-    @property
-    def is_drafting(self) -> bool:
-        """Whether the pass that it waits for is one of a draft model."""
-        return self.waiting is not None and self.waiting.cache is not self.run.target
 
     @property
     def expected_rows(self) -> int:
@@ -347,7 +343,7 @@ class ContinuousBatch:
 
     def _resumed(self, member: Member) -> TokenEvent | None:
         """Run a member's loop up to its next event; None: it waits for a pass, or has ended."""
-        reply, member.reply, member.waiting = member.reply, None, None
+        reply, member.reply, member.waiting, member.is_drafting = member.reply, None, None, False
         try:
             step = member.steps.throw(reply) if isinstance(reply, Exception) else member.steps.send(reply)
         except StopIteration:
@@ -358,6 +354,7 @@ class ContinuousBatch:
             if not isinstance(step, PassRequest):
                 return step
             member.waiting, member.asked_s = step, perf_counter()
+            member.is_drafting = step.cache is not member.run.target
         return None
 
     def _look_around(self, member: Member) -> None:
