@@ -22,7 +22,6 @@ import numpy as np
 
 from edgespec.control.base import Controller
 from edgespec.control.cost import WIDEST
-from edgespec.control.prices import RunCosts
 from edgespec.control.threads import Started
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import PassRequest
@@ -103,10 +102,6 @@ class ContinuousBatch:
         self._members: list[Member] = []
         self._num_passes = 0
         self._can_pack = False
-
-    @property
-    def _costs(self) -> RunCosts:
-        return self._executor.pool.costs
 
     @property
     def claims(self) -> list[Claim]:
@@ -297,7 +292,7 @@ class ContinuousBatch:
                 member.latest_pass, member.latest_rows = self._num_passes, 1 if member.is_reading else rows
         if is_drafting or not any(member.controller is not None for member in chosen):
             return
-        costs = self._costs
+        costs = self._executor.pool.costs
         costs.was_shared = len(chosen) > 1
         decoding = [member for member in chosen if not member.is_reading]
         if len(chosen) == 1 or not decoding:
@@ -364,7 +359,7 @@ class ContinuousBatch:
         if not member.is_drafting:
             self._note_others(member)
         if member.controller is not None:  # all controllers decide by the same costs
-            self._costs.share_passes(*member.beside)
+            self._executor.pool.costs.share_passes(*member.beside)
 
     def _note_others(self, member: Member) -> None:
         if len(self._members) == 1:
