@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem
 
 from edgespec.cli import FilePath, complete_model, help_all_option, shows_all
 from edgespec.cli.terminal import set_verbosity
-from edgespec.config.options import SETTINGS, Sampling
+from edgespec.config.options import SETTINGS
 from edgespec.config.sources import Settings, resolve
 from edgespec.config.table import CALLED, INSTEAD, Part, Setting
 from edgespec.errors import ConfigError
@@ -80,11 +80,6 @@ def resolve_settings(given: Mapping[str, Any], model_name: str | None, config_fi
             raise ConfigError(f"two models are given, {model_name!r} and --model {flags['model']!r}: keep one")
         flags["model"] = model_name
     return resolve(flags, config_file=config_file)
-
-
-def sampling_of(settings: Settings) -> Sampling:
-    """The sampling settings, with a fresh seed where none or -1 is given."""
-    return Sampling(**settings.part("sampling")).seeded()
 
 
 # -- --help: options by group, the common ones first; all of them with --help-all
