@@ -28,7 +28,6 @@ from edgespec.loading.hub import NO_MODEL, HubFile, choose, gguf_groups
 from edgespec.platform.files import exists, expanded, is_file, is_folder, resolved, shipped_models, user_folder
 
 logger = logging.getLogger("edgespec")
-_LONGEST_REPO = 193  # owner and name of 96 letters each, as the hub allows
 GRAPH = "model.onnx"
 SUFFIXES = (".gguf", ".onnx")
 
@@ -90,7 +89,7 @@ def _reference(text: str) -> Reference | None:
     """What `text` means to `edgespec pull`; None for a path or an unknown name."""
     base = without_hub(text).partition(":")[0]
     with contextlib.suppress(ModelNotFound):
-        return None if base.endswith(SUFFIXES) or len(base) > _LONGEST_REPO or "://" in text else parse(text)
+        return None if base.endswith(SUFFIXES) or "://" in text else parse(text)
     return None
 
 

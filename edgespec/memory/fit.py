@@ -211,11 +211,13 @@ def placed(options: LoadOptions, pair: ModelPair, room: DeviceRoom | None = None
 
     Raises CapabilityError for a device that is missing or does not report its memory, and as `planned`.
     """
-    if options.gpu_layers is None and _goes_to_gpu(options, pair):
+    is_llamacpp = pair.files["target"].engine == "llamacpp"
+    is_free = not (options.reproducible or options.rpc or options.device)
+    if options.gpu_layers is None and is_free and is_llamacpp and has_gpu():
         options = replace(options, gpu_layers="auto")
     if options.gpu_layers != "auto":
         return options
-    if pair.files["target"].engine != "llamacpp" or options.target_devices == ():
+    if not is_llamacpp or options.target_devices == ():
         return _with(options, 0, 0)
     if options.rpc is not None:  # llama.cpp splits the layers by the servers' free memory
         return _with(options, -1, 0)
@@ -247,12 +249,6 @@ def placed(options: LoadOptions, pair: ModelPair, room: DeviceRoom | None = None
     )
     count, draft, here = next(fitting, setups[-1])
     return replace(_with(options, count, draft), cpu_moe_layers=here)
-
-
-def _goes_to_gpu(options: LoadOptions, pair: ModelPair) -> bool:
-    """Whether layers go to the GPU where nobody says how many."""
-    is_free = not (options.reproducible or options.rpc or options.device)
-    return is_free and pair.files["target"].engine == "llamacpp" and has_gpu()
 
 
 def _with(options: LoadOptions, layers: int, draft_layers: int | None) -> LoadOptions:
