@@ -66,21 +66,13 @@ class Fitted:
     given_up: tuple[GivenUp, ...] = ()
 
     @property
-    def flags(self) -> str:
-        """What asks for the same on the command line."""
-        return " ".join(each.flags for each in self.given_up)
-
-    @property
     def note(self) -> str:
         """What was given up, and whether the model will be slow, in one line; empty when there is nothing to say."""
         given_up = ", ".join(each.text for each in self.given_up)
         if self.verdict.fit == "pages":
             return f"memory: {f'{given_up}; ' if given_up else ''}{self.verdict}"
-        return f"memory: {given_up}, to stay within {self._limit}" if given_up else ""
-
-    @property
-    def _limit(self) -> str:
-        return f"{as_size(self.verdict.free_bytes)} ({self.verdict.name})"
+        limit = f"{as_size(self.verdict.free_bytes)} ({self.verdict.name})"
+        return f"memory: {given_up}, to stay within {limit}" if given_up else ""
 
 
 def fit(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> Fitted:
@@ -164,7 +156,8 @@ def _refusal(whole: Fitted, tried: Sequence[Fitted], room: Room) -> str:
         needs, remedy = f"about {needed}, the budget is {free}", "or a larger --memory"
     smallest = min(tried, key=lambda each: each.plan.own_bytes)
     least = as_size(smallest.verdict.needed_bytes)
-    said = f"The smallest possible setup ({smallest.flags}) needs {least}: use" if smallest.given_up else "Use"
+    flags = " ".join(each.flags for each in smallest.given_up)
+    said = f"The smallest possible setup ({flags}) needs {least}: use" if flags else "Use"
     return (
         f"{whole.pair.name} needs {needs}. {said} a smaller --ctx-size (auto: the largest that fits) or model, {remedy}"
     )
