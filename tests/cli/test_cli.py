@@ -20,7 +20,7 @@ from edgespec.cli import run as piped
 from edgespec.cli.main import ALIASES, COMMANDS, cli
 from edgespec.errors import PromptError
 from edgespec.formats.manifest import MANIFEST
-from edgespec.installation import swap_command
+from edgespec.installation import install_command
 from tiny_gguf import Shape, write_model
 
 EVERYDAY = "chat run serve ls show pull plan bench export doctor"
@@ -323,7 +323,7 @@ def test_doctor_tells_of_two_builds_of_onnx_runtime(monkeypatch):
     assert result.exit_code == 1 and result.stdout.startswith("Not ready: 1 problem")
     (problem,) = [line for line in result.stdout.splitlines() if line.startswith("problem: ")]
     assert "onnxruntime and onnxruntime-gpu overwrite each other's files" in problem
-    assert swap_command("onnxruntime", "onnxruntime-gpu") in problem
+    assert install_command("gpu") in problem
 
 
 def test_doctor_explains_an_engine_that_cannot_start(monkeypatch):
