@@ -13,13 +13,16 @@ from edgespec.chat.reasoning import Reasoning
 from edgespec.cli.answer import AnswerPrinter, ToolCalls, WordWrap, readable
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.reports import TokenEvent
+from table_engine import LetterVocabulary
 
 TEXT = "The quick brown fox jumps over the lazy dog, twice.\nThen it sleeps."
 
 
 def wrapped(text: str, columns: int, step: int = 1) -> str:
-    wrap = WordWrap(columns)
-    return "".join(wrap.push(text[i : i + step]) for i in range(0, len(text), step)) + wrap.end()
+    wrap = WordWrap()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(columns))
+        return "".join(wrap.push(text[i : i + step]) for i in range(0, len(text), step)) + wrap.end()
 
 
 @pytest.mark.parametrize("step", [1, 3, 7, 1000])
@@ -54,7 +57,7 @@ def test_text_after_code_is_wrapped_again():
 
 
 def test_wide_characters_are_not_held_back():
-    assert WordWrap(80).push("今日は") == "今日は"
+    assert WordWrap().push("今日は") == "今日は"
 
 
 CALL = '<tool_call>{"name": "FindBus", "arguments": {"to": "Fresno", "seats": 2}}</tool_call>'
@@ -85,11 +88,11 @@ def test_what_is_no_tool_call_is_shown_as_it_is(text):
 def printed(monkeypatch, capsys, *texts: str, is_terminal: bool, **options: bool) -> str:
     monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
     monkeypatch.setenv("COLUMNS", "20")
-    printer = AnswerPrinter(**options)
+    printer = AnswerPrinter(LetterVocabulary(26), **options)
     for index, text in enumerate(texts):
         printer.push(TokenEvent(0, text, index, "ngram"))
     printer.end_line()
-    assert printer.text == "".join(texts)
+    assert printer.parts == ("", "".join(texts))
     return capsys.readouterr().out
 
 
@@ -110,11 +113,11 @@ def reasoned(monkeypatch: pytest.MonkeyPatch, path: Path, text: str, *, terminal
     monkeypatch.setattr("edgespec.cli.answer.has_escapes", lambda: terminal)
     monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((40, 20)))
     with VocabularyFile(path) as vocabulary:
-        printer = AnswerPrinter(raw=raw, reasoning=(Reasoning(KNOWN_MARKS[0]), vocabulary))
+        printer = AnswerPrinter(vocabulary, Reasoning(KNOWN_MARKS[0]), raw=raw)
         for letter in text:
             printer.push(TokenEvent(vocabulary.encode("a")[0], letter, 0, None))
         printer.end_line()
-    assert printer.text == text and printer.parts == ("I plan.", "Yes.")
+    assert printer.parts == ("I plan.", "Yes.")
     return "".join(shown)
 
 
