@@ -20,7 +20,7 @@ from edgespec.cli import run as piped
 from edgespec.cli.main import ALIASES, COMMANDS, cli
 from edgespec.errors import PromptError
 from edgespec.formats.manifest import MANIFEST
-from edgespec.installation import swap_command
+from edgespec.installation import install_command
 from tiny_gguf import Shape, write_model
 
 EVERYDAY = "chat run serve ls show pull plan bench export doctor"
@@ -317,7 +317,7 @@ def test_doctor_tells_of_two_builds_of_onnx_runtime_and_of_an_engine_that_cannot
     assert "engine llamacpp: NOT available" in result.stdout
     builds, llamacpp = sorted(line for line in result.stdout.splitlines() if line.startswith("problem: "))[::-1]
     assert "onnxruntime and onnxruntime-gpu overwrite each other's files" in builds
-    assert swap_command("onnxruntime", "onnxruntime-gpu") in builds
+    assert install_command("gpu") in builds
     assert "asking llama.cpp failed" in llamacpp
 
 

@@ -90,7 +90,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Model]:
 
 def breaking(model: Model, action: Callable[[Logits], Logits], times: int = 10**9) -> None:
     """Let the draft model's next passes, but the first four, go through `action`."""
-    engine = model.drafters.draft_engine
+    engine = model.drafters.drafters["model"].engine
     assert engine is not None
     forward, calls = engine.forward, iter(range(10**9))
 

@@ -72,7 +72,7 @@ def test_the_model_is_not_used_before_the_first_event(model: Model, expected: Ca
     text = next(first).text
     lengths = model.target.length(), model._sequence.length
     others = [model.stream("cab", Sampling(seed=2), SHORT), model.chat([{"role": "user", "content": "abba"}])]
-    _ = model.notes, model.drafters.draft_engine, model.encode("abc"), repr(model), repr(others[0])
+    _ = model.notes, model.drafters.draft_name, model.encode("abc"), repr(model), repr(others[0])
     assert (model.target.length(), model._sequence.length) == lengths
     assert text + "".join(event.text for event in first) == first.result().text == expected("abc", 1)
     assert others[0].result().text == expected("cab", 2)

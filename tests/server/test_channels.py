@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.chat.marks import ChannelSplitter, call_header
+from edgespec.chat.marks import CALL_HEADER, ChannelSplitter
 from edgespec.cli.main import cli
 from edgespec.server.structure import terminal
 from serving import post, streamed
@@ -26,7 +26,7 @@ from tiny_gguf import Shape, write_model
 
 MARKS = ("<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>")
 ANALYSIS, FINAL, NEXT = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|end|><|start|>assistant"
-CALL = call_header("f") + '{"a": 1}<|call|>'
+CALL = CALL_HEADER.replace("{name}", "f") + '{"a": 1}<|call|>'
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }} in functions.{% endif %}{{ reasoning_effort }}"
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}{{ m.thinking }}"
