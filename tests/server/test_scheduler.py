@@ -9,7 +9,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,6 @@ from asgi_client import Client
 from bench_table import table_model
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.contained import Containment
-from edgespec.errors import EdgespecError
 from edgespec.server import app
 from edgespec.server.app import create_app
 from edgespec.server.facts import health
@@ -70,25 +68,6 @@ async def test_a_full_queue_refuses_and_a_cancelled_job_makes_room(scheduler: Sc
     await text_of(running)
     stats = running.generation.stats
     assert stats.new_tokens < 1900 and stats.finish_reason == "cancelled"
-
-
-async def test_a_failure_reaches_its_reader_and_no_other(
-    scheduler: Scheduler, model: Model, monkeypatch: pytest.MonkeyPatch
-):
-    forward, calls = model.target.forward, []
-
-    def failing(*given: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 3:
-            raise EdgespecError("broken")
-        return forward(*given)
-
-    monkeypatch.setattr(model.target, "forward", failing)
-    options = GenerateOptions(max_tokens=20, drafter="none", ignore_eos=True)
-    broken, fine = await scheduler.submit([job(model, options), job(model)])
-    with pytest.raises(EdgespecError, match="broken"):
-        await text_of(broken)
-    assert await text_of(fine)
 
 
 async def test_stopping_refuses_the_waiting_and_finishes_the_running(scheduler: Scheduler, model: Model):
