@@ -198,12 +198,6 @@ def tensor_overrides(text: object) -> TensorOverrides:
     raise ConfigError(f"override-tensor {shown(text)} does not say which tensors go where: {form}")
 
 
-def experts_on_cpu(layers: int) -> TensorOverrides:
-    """The experts of the first `layers` on the processor."""
-    numbers = "|".join(map(str, range(layers)))
-    return ((rf"blk\.({numbers})\.ffn_(up|down|gate|gate_up)_(ch|)exps", CPU),) if layers else ()
-
-
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
 _UNITS |= {f"{letter}{rest}": 1024**power for power, letter in enumerate("kmgt", 1) for rest in ("", "ib")}
