@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -187,10 +187,10 @@ class Candidate:
     leaves_kernels: bool = False
     cost: float = LEAST_COST
     right: float = RIGHT_OF_FAMILY
+    gain: float = field(init=False)
 
-    @property
-    def gain(self) -> float:
-        return expected_gain(self.cost, self.right)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gain", expected_gain(self.cost, self.right))
 
     @property
     def is_worth_it(self) -> bool:
