@@ -13,7 +13,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -211,21 +211,14 @@ _starting_thread = threading.Lock()  # the size of a stack is a setting of the p
 
 def on_stack(num_bytes: int, function: Callable[[], Returned]) -> Returned:
     """`function()` in a thread with so much stack. Raises what it raises, and CapabilityError without memory for it."""
-    result: Future[Returned] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except Exception as exc:  # the caller gets it
-            result.set_exception(exc)
-
-    thread = threading.Thread(target=run, name="edgespec-stack", daemon=True)
+    pool = ThreadPoolExecutor(1, "edgespec-stack")
     with _starting_thread:
         before = threading.stack_size(num_bytes)
         try:
-            thread.start()
+            result = pool.submit(function)
         except RuntimeError as exc:
             raise CapabilityError(f"a stack of {num_bytes >> 20} MiB is needed, for which no memory is left") from exc
         finally:
             threading.stack_size(before)
+    pool.shutdown(wait=False)  # an interrupt does not wait for it
     return result.result()
