@@ -43,8 +43,8 @@ class BenchPrompt:
 
 def built_in() -> Domains:
     domains: Domains = {}
-    for prompt in PROMPTS:
-        domains.setdefault(prompt.domain, []).append(BenchPrompt(*prompt))
+    for domain, text in PROMPTS:
+        domains.setdefault(domain, []).append(BenchPrompt(domain, text))
     domains["copying"] += [BenchPrompt("copying", f"{_EDIT}\n\n{text}") for text in _EDITS]
     return domains
 

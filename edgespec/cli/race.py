@@ -63,7 +63,7 @@ def command(
     settings = resolve_settings(given, model_name, config_file)
     if path is not None:
         check_picture("--svg", path)
-    text = PROMPTS[0].text if prompt is None else read_prompt(prompt)
+    text = PROMPTS[0][1] if prompt is None else read_prompt(prompt)
     session = open_measured(settings, "race", {"max_tokens": DEFAULT_TOKENS})
     with session.model as model:
         task = Task(BenchPrompt("race", text), tuple(encode_prompt(session, text)), session.sampling)

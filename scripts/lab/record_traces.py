@@ -52,8 +52,8 @@ def main() -> None:
     kept: dict[str, np.ndarray] = {}
     with edgespec.load(chosen.model, engine=chosen.engine, reproducible=True) as model:
         for temperature in chosen.temperatures:
-            for number, prompt in enumerate(PROMPTS):
-                ids = model.encode_chat([{"role": "user", "content": prompt.text}])
+            for number, (_, prompt) in enumerate(PROMPTS):
+                ids = model.encode_chat([{"role": "user", "content": prompt}])
                 sampling = Sampling(temperature=temperature, seed=number)
                 options = GenerateOptions(max_tokens=chosen.tokens, drafter="none", ignore_eos=True)
                 answer = model.generate(ids, sampling, options)
