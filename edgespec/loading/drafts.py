@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from edgespec.drafters.mapped import MappedSequence, VocabularyMap, map_vocabulary
 from edgespec.engines.base import Engine
@@ -43,22 +44,30 @@ _NARROW_BITS = 4.5  # of a weight in Q4_0, which the kernels make of a draft's l
 _MOST_NEIGHBOURS = 20
 
 
-# (domain, text), for checks of any model without a data set.
-PROMPTS = (
-    ("dialogue", "Hi, can you find me a restaurant in San Jose that serves Italian food?"),
-    ("dialogue", "I need a one-way bus ticket for two people, leaving next Friday morning."),
-    ("arithmetic", "A box holds 12 pencils. Tom has 4 full boxes and gives away 9 pencils. How many are left?"),
-    ("arithmetic", "A train travels 60 miles in the first hour and 45 in the second. How far is that in all?"),
-    (
+class Prompt(NamedTuple):
+    """A text of one of several domains. `is_raw`: no chat template goes around it."""
+
+    domain: str
+    text: str
+    is_raw: bool = False
+
+
+# For checks of any model without a data set.
+PROMPTS: tuple[Prompt, ...] = (
+    Prompt("dialogue", "Hi, can you find me a restaurant in San Jose that serves Italian food?"),
+    Prompt("dialogue", "I need a one-way bus ticket for two people, leaving next Friday morning."),
+    Prompt("arithmetic", "A box holds 12 pencils. Tom has 4 full boxes and gives away 9 pencils. How many are left?"),
+    Prompt("arithmetic", "A train travels 60 miles in the first hour and 45 in the second. How far is that in all?"),
+    Prompt(
         "code",
         "Write the Python function below.\ndef is_palindrome(text):\nReturn True if text reads the same backwards.",
     ),
-    ("code", "Write a Python function that returns the largest element of a list of numbers."),
-    (
+    Prompt("code", "Write a Python function that returns the largest element of a list of numbers."),
+    Prompt(
         "copying",
         "Repeat this list without changes: red, green, blue, yellow, orange, purple, brown, black, white, grey, pink.",
     ),
-    ("prose", "Tell me in a few sentences why the sky is blue during the day and red in the evening."),
+    Prompt("prose", "Tell me in a few sentences why the sky is blue during the day and red in the evening."),
 )
 
 
@@ -83,7 +92,7 @@ def draft_cache(target: Engine, draft: Engine, name: str) -> tuple[CachedSequenc
 
 def _share_of_text(target: Vocabulary, mapping: VocabularyMap) -> float:
     """The share of the tokens of ordinary text that the draft has."""
-    return mapping.share_of(target.encode(" ".join(text for _, text in PROMPTS)))
+    return mapping.share_of(target.encode(" ".join(prompt.text for prompt in PROMPTS)))
 
 
 def difference(target: Vocabulary, draft: Vocabulary) -> str:

@@ -52,15 +52,15 @@ def main() -> None:
     kept: dict[str, np.ndarray] = {}
     with edgespec.load(chosen.model, engine=chosen.engine, reproducible=True) as model:
         for temperature in chosen.temperatures:
-            for number, (domain, prompt) in enumerate(PROMPTS):
-                ids = model.encode_chat([{"role": "user", "content": prompt}])
+            for number, prompt in enumerate(PROMPTS):
+                ids = model.encode_chat([{"role": "user", "content": prompt.text}])
                 sampling = Sampling(temperature=temperature, seed=number)
                 options = GenerateOptions(max_tokens=chosen.tokens, drafter="none", ignore_eos=True)
                 answer = model.generate(ids, sampling, options)
                 text = np.array([*ids, *answer.token_ids], np.int32)
                 sampler = Sampler(sampling, model.target.vocabulary.size)
                 agreed, evidence = chains(model.drafters.drafter("model"), text, len(ids) + 1, sampler)
-                name = f"{domain}.{temperature}.{number}"
+                name = f"{prompt.domain}.{temperature}.{number}"
                 kept[f"{name}.text"], kept[f"{name}.prompt"] = text.astype(np.uint32), np.array(len(ids))
                 kept[f"{name}.agreed"], kept[f"{name}.evidence"] = agreed, evidence
                 print(f"{name:<20} {len(answer.token_ids):>4} tokens, {agreed.mean():.2f} of a chain agree")

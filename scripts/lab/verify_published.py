@@ -153,7 +153,7 @@ def child(name: str, chosen: argparse.Namespace) -> None:
         facts = model.target.facts
         told = {"engine": facts.name, "architecture": facts.architecture, "drafter": model.drafter_name}
         print(json.dumps({**told, "reproducible": model.reproducible, "notes": facts.notes}), flush=True)
-        asked = [encoded(model, text) for _, text in PROMPTS[: chosen.prompts]]
+        asked = [encoded(model, prompt.text) for prompt in PROMPTS[: chosen.prompts]]
         print(json.dumps(compared(model, asked, chosen.tokens)), flush=True)
 
 
@@ -196,7 +196,7 @@ def served(pair: ModelPair, job: Job, chosen: argparse.Namespace) -> dict[str, A
     own = [str(chosen.llama_server), "--model", str(pair.target), "--ctx-size", str(chosen.context), "--parallel", "1"]
     own += ["--threads", str(default_threads()), "--cache-ram", "0", "--jinja"]
     found: dict[str, Any] = {}
-    asked = [{"role": "user", "content": text} for _, text in PROMPTS[: chosen.prompts]]
+    asked = [{"role": "user", "content": prompt.text} for prompt in PROMPTS[: chosen.prompts]]
     bodies = [{"messages": [each], "temperature": 0, "max_tokens": chosen.tokens} for each in asked]
     for flags in ([], *speculating(pair)):
         label = " ".join(flags[:2] + flags[4:]) or "plain"
