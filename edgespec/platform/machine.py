@@ -38,7 +38,9 @@ def processor() -> str:
     Measurements are kept under it: processors with other kernels must not share a name.
     """
     if sys.platform == "darwin":  # platform.processor() is "arm" for all of Apple's
-        return _apple_name() or platform.machine()
+        name = ctypes.create_string_buffer(256)
+        _sysctl(b"machdep.cpu.brand_string", name)
+        return name.value.decode(errors="replace").strip() or platform.machine()
     found = {name: [*dict.fromkeys(values)] for name, values in _cpuinfo().items()}  # cores may be of several kinds
     if "model name" in found:
         return found["model name"][0]
@@ -55,11 +57,6 @@ def _cpuinfo() -> dict[str, list[str]]:
         if colon:
             found.setdefault(name.strip(), []).append(value.strip())
     return found
-
-
-def _apple_name() -> str:
-    value = ctypes.create_string_buffer(256)
-    return value.value.decode(errors="replace").strip() if _sysctl(b"machdep.cpu.brand_string", value) else ""
 
 
 def _sysctl(name: bytes, value: Any) -> bool:
