@@ -158,10 +158,10 @@ def write_qwen35(
     extents: Extents = {"output_norm.weight": (shape.width,)}
     if has_mtp:
         writer.add_uint32(f"{shape.qwen35}.nextn_predict_layers", 1)
-        pairs = {"nextn.eh_proj.weight": (shape.width, 2 * shape.width)}
+        pairs: dict[str, tuple[int, ...]] = {"nextn.eh_proj.weight": (shape.width, 2 * shape.width)}
         pairs |= {f"nextn.{name}.weight": (shape.width,) for name in ("enorm", "hnorm")}
         own = {"attn_norm.weight": (shape.width,), **feeds, **attention, **pairs}
-        extents = {**extents, **{f"blk.{shape.layers}.{name}": size for name, size in own.items()}}
+        extents = {**extents, **{f"blk.{shape.layers}.{name}": each for name, each in own.items()}}
     if not only_mtp:
         extents = {**extents, **_layers(shape, lambda _: feeds, recurrent, attention)}
     return _finish(writer, path, extents, shape, tensors or {}, metadata)
