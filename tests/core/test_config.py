@@ -14,7 +14,7 @@ import pytest
 
 from edgespec.config.options import SETTINGS, GenerateOptions, LoadOptions, Sampling, ServeOptions, SessionOptions
 from edgespec.config.sources import resolve
-from edgespec.config.values import parse_endpoints, split_endpoint
+from edgespec.config.values import parse_endpoints
 from edgespec.errors import ConfigError, EngineError, PromptError, SamplingError, UsageError
 from edgespec.generation.request import checked_ids
 from edgespec.sampling.sampler import Sampler
@@ -179,7 +179,6 @@ def test_servers_are_split_at_commas_and_keep_their_order():
         "a.example-1.net:65535",
         "10.0.0.1:50052",
     )
-    assert split_endpoint("a.b:50052") == ("a.b", 50052)
 
 
 @pytest.mark.parametrize(
