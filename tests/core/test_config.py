@@ -92,7 +92,6 @@ def test_the_users_own_file_is_found_and_can_be_switched_off(tmp_path):
     ("text", "said"),
     [
         ("tmep = 1", "'tmep'; did you mean 'temp'"),
-        ("draft-lenght = 6", "'draft-lenght'; did you mean 'draft-length'"),
         ("temp = 'hot'", "temp must be a number from 0 to 100, got 'hot'"),
         ("top-k = 1.5", "top-k must be a whole number of at least -1, got 1.5"),
         ("top-k = true", "must be a whole number"),
@@ -103,7 +102,6 @@ def test_the_users_own_file_is_found_and_can_be_switched_off(tmp_path):
         ("drafter = 'modle'", "'modle' is not known; allowed: auto, none, .*; did you mean 'model'"),
         ("temp = 1\ntemperature = 2", "'temperature' and 'temp' are the same setting"),
         ("[table]\nx = 1", "unknown setting 'table'"),
-        ("temp =", "is not TOML"),
     ],
 )
 def test_a_bad_file_names_itself_and_the_fix(config, text, said):
@@ -123,7 +121,6 @@ def test_a_file_that_is_missing(tmp_path):
     [
         ("EDGESPEC_TMEP", "1", "EDGESPEC_TMEP; did you mean 'EDGESPEC_TEMP'"),
         ("EDGESPEC_TEMP", "warm", "EDGESPEC_TEMP must be a number from 0 to 100, got 'warm'"),
-        ("EDGESPEC_THREADS", "two", "EDGESPEC_THREADS must be a whole number of at least 1, got 'two'"),
         ("EDGESPEC_IGNORE_EOS", "maybe", "EDGESPEC_IGNORE_EOS must be True or False"),
         ("EDGESPEC_VERIFY", "exact", "allowed: coupled, rejection, block, typical"),
     ],
@@ -208,9 +205,7 @@ def test_options_refuse_it_too():
         ({"device": "A,B"}, (-1, ("A", "B")), (-1, ("A", "B"))),
         ({"device": "A", "draft_device": "none"}, (-1, ("A",)), (0, ())),
         ({"device": "none", "draft_device": "A"}, (0, ()), (-1, ("A",))),
-        ({"gpu_layers": -1, "draft_device": "none"}, (-1, None), (0, ())),
         ({"rpc": "h:1"}, (-1, None), (0, None)),
-        ({"rpc": "h:1", "gpu_layers": 7}, (7, None), (0, None)),
         ({"rpc": "h:1", "draft_device": "A"}, (-1, None), (-1, ("A",))),
         ({"rpc": "h:1", "device": "RPC0", "draft_gpu_layers": 3}, (-1, ("RPC0",)), (3, None)),
     ],

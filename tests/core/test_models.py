@@ -239,7 +239,6 @@ def test_names_repositories_and_addresses(text: str, name: str, repo: str, wante
         ("x/y/z", "is not a known model"),
         ("https://example.org/a/b.gguf", "fetch a file yourself, then edgespec add FILE"),
         ("https://huggingface.co/models", "is no repository of the hub"),
-        ("", "is not a known model"),
     ],
 )
 def test_what_cannot_be_got_is_refused(text: str, said: str):

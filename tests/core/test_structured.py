@@ -41,7 +41,6 @@ SCHEMAS: dict[str, Schema] = {
     "a person": record(first_name=text(), last_name=text(), age=whole(0, 120), email=text()),
     "a recipe": record(recipe_name=text(), steps=some(record(step=text(), minutes=whole(1, 240)), 4, 2)),
     "a flight": record(day={"type": "string", "format": "date"}, cabin={"enum": ["economy", "first"]}),
-    "a weather report": record(location=text(), celsius={"type": "string", "pattern": "^-?[0-9]{1,2}\\.[0-9]$"}),
     "a product": record(price=record(amount=whole(1, 9999), currency={"enum": ["EUR", "USD"]}), in_stock=IS_SO),
 }
 
