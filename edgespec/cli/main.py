@@ -133,7 +133,7 @@ class CommandGroup(click.Group):
         except SystemExit as exc:
             if not isinstance(exc.__context__, BrokenPipeError):
                 raise
-            code = BROKEN_PIPE  # rich, which prints the tables, leaves with 1
+            code = BROKEN_PIPE  # rich, which draws a race, leaves with 1
         except OSError as exc:
             said = f"{exc.filename or 'output'}: {exc.strerror or exc}"
             if exc.errno in _READER_GONE and exc.filename is None:

@@ -295,16 +295,6 @@ def test_the_commonest_continuation_is_chosen_from_any_number_of_places() -> Non
     assert token_id == 3 and abs(share - 5 / 6) < 0.05
 
 
-def test_strings_that_no_text_holds() -> None:
-    found = SuffixIndex.of(np.array([1, 2, END_OF_TEXT, 3, 4, END_OF_TEXT], np.int32))
-    assert found.find([2, 3]) is None  # across the border of two texts
-    assert found.find([9]) is None and found.find([0]) is None and found.find([1, 9, 2]) is None
-    span = found.find([2])
-    assert span is not None and found.copied(span, 3) == []
-    empty = SuffixIndex.of(np.empty(0, np.int32))
-    assert empty.longest_end([1, 2]) is None and empty.num_tokens == 0
-
-
 def test_narrowing_stops_at_the_depth_to_which_places_are_sorted() -> None:
     found = SuffixIndex.of(np.zeros(200, np.int32))
     span = found.find([0] * DEPTH)
