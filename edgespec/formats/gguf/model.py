@@ -384,7 +384,6 @@ class GgufTensors:
     def __init__(self, model: GgufModel) -> None:
         self._tensors, self._config = model.tensors, model.config
         self._path, self._header, self.is_tied = model.path, model.header, model.is_tied
-        self.file_type = model.header.metadata.get("general.file_type")  # llama.cpp's number, if the file has one
 
     def kind(self, name: str) -> str:
         """The type of a matrix, such as Q4_K."""
