@@ -330,7 +330,7 @@ class _Export:
             path.unlink(missing_ok=True)
 
     def _convert(self, role: str, quant: str, path: Path, progress: Progress) -> None:
-        from edgespec.export.gguf.convert import OutputType, convert
+        from edgespec.export.gguf.convert import convert
 
         folder = self.models[role].folder
         assert folder is not None
@@ -338,7 +338,7 @@ class _Export:
         convert(
             folder,
             path,
-            cast(OutputType, quant),
+            quant,
             name=name if role == "target" else f"{name} {role}",
             licence=self.request.licence,
             progress=progress,
