@@ -382,11 +382,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 
 
-def is_tied(architecture: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a model's output projection is its embedding matrix. `settings`: of its text model, from config.json."""
-    return ARCHITECTURES.get(architecture, LLAMA).is_tied(settings)
-
-
 def architecture_of(checkpoint: Checkpoint) -> Architecture:
     """The table of a checkpoint's architecture. Raises ModelFileError if it or one of its settings is not supported."""
     kind = checkpoint.architecture

@@ -113,7 +113,6 @@ def _bits(tensor: TensorInfo) -> float:
     return 8 * tensor.num_bytes / math.prod(tensor.shape)
 
 
-FILE_TYPES = {"q8_0": 7, "q4_k_m": 15}  # llama.cpp's numbers of TILED, general.file_type in a GGUF
 _BLOCKS = "blocks.gguf"
 
 
@@ -159,7 +158,8 @@ def convert_gguf(model: GgufModel, folder: Path, quant: str, progress: Progress 
 
 def needs_blocks(model: GgufModel, quant: str) -> bool:
     """Whether llama.cpp has to quantise the weights first."""
-    return quant in TILED and model.header.metadata.get("general.file_type") != FILE_TYPES[quant]
+    stored = model.header.metadata.get("general.file_type")
+    return quant in TILED and stored != gguf.LlamaFileType[f"MOSTLY_{quant.upper()}"]
 
 
 def check_form(quant: str) -> None:
