@@ -33,7 +33,6 @@ from edgespec.export.check import (
     ABSURD,
     CHECK_CONTEXT,
     ExportRefused,
-    Reference,
     check_round_trip,
     compare,
     engine_reference,
@@ -411,10 +410,8 @@ class _Export:
         """The reference, and figures by format. Coarse types would hide small faults of a conversion, so that where
         transformers shows these, the GGUF between is compared, too."""
         context = min(CHECK_CONTEXT, model.said["context_length"] or CHECK_CONTEXT)
-        files: list[tuple[str, Format, str, Path]]
-        files = [(one.format, one.format, one.quant, one.path) for one in made]
+        files: list[tuple[str, Format, str, Path]] = [(one.format, one.format, one.quant, one.path) for one in made]
         progress(0, 1 + len(files), "the reference")
-        reference: Reference
         is_exact = model.folder is not None and has_transformers()
         usual = []  # what llama.cpp itself loses
         if model.folder is not None and is_exact:
