@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -226,12 +227,8 @@ def _is_for_want_of_memory(exc: BaseException) -> bool:
     """Whether too little memory explains it: no thread could be started, or importing a module failed in any way."""
     if isinstance(exc, RuntimeError) and "start new thread" in str(exc):
         return True
-    trace = exc.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        trace = trace.tb_next
-    return isinstance(exc, ImportError)
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(exc.__traceback__))
+    return isinstance(exc, ImportError) or any(file.startswith("<frozen importlib") for file in files)
 
 
 def _report(message: str, code: int) -> int:
