@@ -128,11 +128,7 @@ class ValueReader:
     def _behind_comma(self, closing: str, at: int) -> int:
         """The place behind a comma, or of `closing`."""
         at = behind_blanks(self._text, at)
-        if self._text.startswith(",", at):
-            return at + 1
-        if not self._text.startswith(closing, at):
-            raise ValueError(f"{closing} is missing")
-        return at
+        return at + 1 if self._text.startswith(",", at) else self._behind(closing, at) - 1
 
     def _begins_quote(self, at: int) -> bool:
         return bool(self._quote) and self._text.startswith(self._quote, at)

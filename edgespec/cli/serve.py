@@ -124,14 +124,13 @@ def served_models(settings: Sequence[Settings], options: ServeOptions) -> list[S
     pairs = [resolve_pair(each) for each in loading]
     limits = Limits(max_queued=options.max_queue, timeout_s=options.timeout)
     names = _names([each.model for each in loading], pairs, options.alias)
-    shared: dict[str, Any] = {"metrics": Metrics(), "places": Places(options.models_max)}
-    shared["idle_unload_s"] = options.idle_unload_s
+    metrics, places, idle_s = Metrics(), Places(options.models_max), options.idle_unload_s
     memory = SharedMemory(Room.now(loading[0].memory)) if len(pairs) > 1 and options.models_max > 1 else None
     # What several models share is not taken by the room of one.
     parallel: NumSequences = options.parallel or ("auto" if memory is None else 1)
     found: list[Service] = []
     for each, pair, (name, *others) in zip(settings, pairs, names, strict=True):
-        service = Service(name, limits, aliases=tuple(others), **shared)
+        service = Service(name, limits, metrics, aliases=tuple(others), idle_unload_s=idle_s, places=places)
         served = Served(each, pair, service, parallel, memory)
         if found:  # the first is loaded at once
             served.known()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from edgespec.reports import TokenEvent
@@ -44,7 +45,10 @@ def answer_completion(loaded: Loaded, request: Completion, _: list[str]) -> Comp
 def prepare(loaded: Loaded, request: Completion) -> Work:
     """The work of a request. Blocks while it encodes. Raises HttpError and EdgespecError."""
     count = request.n or 1
-    prompts = _read_filling(loaded, request) if request.suffix else read_prompts(loaded, request.prompt)
+    if request.suffix:
+        prompts = _read_filling(loaded, request)
+    else:
+        prompts = _read_prompts(loaded, request.prompt, partial(_raw_ids, loaded))
     sampling, options = read_settings(request, loaded, request.logprobs)
     if count * len(prompts) > MOST_CHOICES:
         raise bad_request(f"{len(prompts)} prompts with n = {count}: at most {MOST_CHOICES} answers", "prompt")
@@ -62,14 +66,14 @@ def _read_filling(loaded: Loaded, request: Completion) -> list[list[int]]:
     suffix_ids = vocabulary.encode(request.suffix or "")
     prefixes: list[list[int]] = [[]]
     if request.prompt != "":  # which is a gap at the beginning
-        prefixes = read_prompts(loaded, request.prompt, vocabulary.encode)
+        prefixes = _read_prompts(loaded, request.prompt, vocabulary.encode)
     return [fill_prompt(vocabulary, tokens, prefix_ids, suffix_ids) for prefix_ids in prefixes]
 
 
-def read_prompts(loaded: Loaded, given: Any, encode: Callable[[str], list[int]] | None = None) -> list[list[int]]:
-    """The token ids of one prompt, a text or a list of token ids, or each of a list of them.
+def _read_prompts(loaded: Loaded, given: Any, encode: Callable[[str], list[int]]) -> list[list[int]]:
+    """The token ids of one prompt, a text or a list of token ids, or each of a list of them; `encode`: for texts.
 
-    `encode`: for texts; None: control tokens that they spell out are read. Raises HttpError and PromptError.
+    Raises HttpError and PromptError.
     """
     for each in (given, *given[:MOST_CHOICES]) if isinstance(given, list) else ():
         if isinstance(each, list):  # before anything looks at what it holds
@@ -78,18 +82,14 @@ def read_prompts(loaded: Loaded, given: Any, encode: Callable[[str], list[int]] 
     prompts: Sequence[Any] = given if has_several else [given]
     if len(prompts) > MOST_CHOICES:
         raise bad_request(f"prompt holds {len(prompts)} prompts; at most {MOST_CHOICES} are allowed", "prompt")
-    return [_read_prompt(loaded, prompt, encode) for prompt in prompts]
+    for prompt in prompts:
+        is_ids = isinstance(prompt, list) and all(type(each) is int for each in prompt)  # True is none
+        if not prompt or not (is_ids or isinstance(prompt, str)):
+            raise wrong("prompt", "must be a text or a list of token ids, not empty, or a list of these", prompt)
+    return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
-def _read_prompt(loaded: Loaded, given: Any, encode: Callable[[str], list[int]] | None) -> list[int]:
-    if isinstance(given, str) and given:
-        return encode(given) if encode is not None else raw_ids(loaded, given)
-    if isinstance(given, list) and given and all(type(each) is int for each in given):  # True is none
-        return given
-    raise wrong("prompt", "must be a text or a list of token ids, not empty, or a list of these", given)
-
-
-def raw_ids(loaded: Loaded, text: str) -> list[int]:
+def _raw_ids(loaded: Loaded, text: str) -> list[int]:
     """A whole prompt. It has one begin-of-text token, also if it spells that out."""
     vocabulary = loaded.model.target.vocabulary
     loaded.model.require_room(len(text), "characters")

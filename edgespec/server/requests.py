@@ -184,7 +184,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         value = msgspec.json.decode(body)
         _check_depth(value)
     except RecursionError:
-        raise _too_deep() from None
+        raise _no_json(f"the body is nested more than {MAX_JSON_DEPTH} levels deep") from None
     except ValueError as exc:  # also UTF-8, and numbers beyond the range of a double
         reason = "an unpaired UTF-16 surrogate: send whole characters" if _HALF_PAIR.search(body) else exc
         raise _no_json(f"the body is not valid JSON: {reason}") from None
@@ -204,11 +204,7 @@ def _check_depth(value: Any) -> None:
         level = [each for below in inner for each in below if isinstance(each, dict | list)]
         if not level:
             return
-    raise _too_deep()
-
-
-def _too_deep() -> HttpError:
-    return _no_json(f"the body is nested more than {MAX_JSON_DEPTH} levels deep")
+    raise RecursionError
 
 
 def _no_json(message: str) -> HttpError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -9,7 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from time import monotonic
 
 import gguf
 import pytest
@@ -18,7 +21,10 @@ from click.testing import CliRunner
 from command_line import POSIX, refusal, run
 from edgespec.cli import run as piped
 from edgespec.cli.main import ALIASES, COMMANDS, cli
-from edgespec.errors import PromptError
+from edgespec.cli.terminal import stops
+from edgespec.config.options import GenerateOptions
+from edgespec.config.sources import resolve
+from edgespec.errors import ConfigError, PromptError
 from edgespec.formats.manifest import MANIFEST
 from edgespec.installation import install_command
 from tiny_gguf import Shape, write_model
@@ -326,3 +332,82 @@ def test_a_dumb_terminal_gets_no_escape_codes(terminal: str, has_codes: bool):
     result = CliRunner().invoke(cli, ["plan", "demo"], color=True, env={"TERM": terminal, "NO_COLOR": ""})
     assert result.exit_code == 0, result.output
     assert ("\x1b" in result.stdout) == has_codes
+
+
+# -- --json-schema, --grammar, --regex and --free-until
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"seats": {"enum": [2, 4]}},
+    "required": ["seats"],
+    "additionalProperties": False,
+}
+
+
+def test_a_schema_comes_from_a_file_or_the_line_itself(tmp_path: Path, pair):
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(SCHEMA), encoding="utf-8")
+    for given in (str(file), json.dumps(SCHEMA)):
+        result = run("generate", *pair, "-p", "A table", "-n", "40", "--temp", "0", "--json-schema", given, "--json")
+        assert result.exit_code == 0, result.output
+        answer = json.loads(result.stdout)
+        assert answer["finish_reason"] == "stop" and json.loads(answer["text"])["seats"] in (2, 4)
+
+
+def test_a_grammar_comes_from_a_file(tmp_path: Path, pair):
+    file = tmp_path / "answer.gbnf"
+    file.write_text('root ::= "yes" | "no"\n', encoding="utf-8")
+    result = run("generate", *pair, "-p", "Well?", "--grammar", str(file))
+    assert result.exit_code == 0 and result.stdout in ("yes\n", "no\n")
+
+
+@pytest.mark.parametrize(
+    ("structure", "quiet"), [(["--json-schema", json.dumps(SCHEMA)], []), (["--regex", "[0-9]{40}"], ["-q", "--json"])]
+)
+def test_an_answer_that_is_cut_before_its_end_is_an_error(pair, structure: list[str], quiet: list[str]):
+    result = run("generate", *pair, "-p", "A table", "-n", "2", *structure, *quiet)
+    assert result.exit_code == 1 and result.stdout
+    lines = [line for line in result.stderr.splitlines() if "cut at 2 tokens" in line]
+    more = "a larger -n (--max-tokens) gives more"
+    assert lines == [f"error: the answer ends before {structure[0]} is complete, cut at 2 tokens: {more}"]
+    assert not quiet or result.stderr.splitlines() == lines
+    assert not quiet or json.loads(result.stdout)["finish_reason"] == "length"
+
+
+def test_a_config_file_and_the_environment_name_a_schema_too(tmp_path: Path):
+    wrong = run("generate", "demo", "-p", "x", "--json-schema", "nowhere.json")
+    refusal(wrong, "the file 'nowhere.json' cannot be read: No such file")
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(SCHEMA), encoding="utf-8")
+    config = tmp_path / "config.toml"
+    config.write_text(f"json-schema = '{file}'\n", encoding="utf-8")
+    for settings in (resolve({}, {}, config), resolve({}, {"EDGESPEC_JSON_SCHEMA": str(file), "EDGESPEC_CONFIG": ""})):
+        assert GenerateOptions(**settings.part("generate")).json_schema == json.dumps(SCHEMA)
+    with pytest.raises(ConfigError, match="EDGESPEC_GRAMMAR: the file 'gone' cannot be read"):
+        resolve({}, {"EDGESPEC_GRAMMAR": "gone", "EDGESPEC_CONFIG": ""})
+
+
+# -- Ctrl-C while a library's call runs, which Python's own handlers wait for
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows cannot send SIGINT to this process alone")
+def test_ctrl_c_cancels_before_a_long_call_returns() -> None:
+    called: list[tuple[float, threading.Thread]] = []
+    with stops(lambda: called.append((monotonic(), threading.current_thread()))) as interruption:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 5_000_000)  # as long as a pass, and like it without Python's lock
+        returned = monotonic()
+    assert interruption.is_set()
+    (called_s, thread), *_ = called
+    assert called_s < returned and thread is not threading.main_thread()  # which the call has
+
+
+def test_the_wakeup_of_others_is_given_back() -> None:
+    before = signal.set_wakeup_fd(-1)
+    try:
+        with stops(lambda: None):
+            pass
+        assert signal.set_wakeup_fd(-1) == -1
+    finally:
+        signal.set_wakeup_fd(before)

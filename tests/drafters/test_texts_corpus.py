@@ -295,16 +295,6 @@ def test_the_commonest_continuation_is_chosen_from_any_number_of_places() -> Non
     assert token_id == 3 and abs(share - 5 / 6) < 0.05
 
 
-def test_strings_that_no_text_holds() -> None:
-    found = SuffixIndex.of(np.array([1, 2, END_OF_TEXT, 3, 4, END_OF_TEXT], np.int32))
-    assert found.find([2, 3]) is None  # across the border of two texts
-    assert found.find([9]) is None and found.find([0]) is None and found.find([1, 9, 2]) is None
-    span = found.find([2])
-    assert span is not None and found.copied(span, 3) == []
-    empty = SuffixIndex.of(np.empty(0, np.int32))
-    assert empty.longest_end([1, 2]) is None and empty.num_tokens == 0
-
-
 def test_narrowing_stops_at_the_depth_to_which_places_are_sorted() -> None:
     found = SuffixIndex.of(np.zeros(200, np.int32))
     span = found.find([0] * DEPTH)
@@ -330,35 +320,25 @@ def answer(seed: int, size: int = 50) -> np.ndarray:
 
 
 def test_answers_come_back_the_oldest_first(tmp_path: Path) -> None:
-    learnt = learnt_in(tmp_path)
-    assert learnt.read() == []
-    for seed in (3, 1, 2):
+    """An answer is kept once and counts as new; short ones are not kept, long ones are cut, the oldest go."""
+    learnt = learnt_in(tmp_path, max_tokens=220)
+
+    def has(*seeds: int) -> bool:
+        return [ids.tolist() for ids in learnt_in(tmp_path).read()] == [answer(seed).tolist() for seed in seeds]
+
+    learnt.add(answer(0, 3))
+    assert not learnt.path.exists() and has()
+    for seed in (3, 1, 2, 1):
         learnt.add(answer(seed))
-    assert [ids.tolist() for ids in learnt_in(tmp_path).read()] == [answer(seed).tolist() for seed in (3, 1, 2)]
+    assert has(3, 2, 1)
+    for seed in range(4, 9):
+        learnt.add(answer(seed))
+    assert has(5, 6, 7, 8)
     assert learnt.path.stat().st_mode & 0o077 == 0, "others may not read it"
     assert learnt.clear() and not learnt.clear() and learnt.read() == []
-
-
-def test_the_same_answer_is_kept_once_and_counts_as_new(tmp_path: Path) -> None:
-    learnt = learnt_in(tmp_path)
-    for seed in (1, 2, 1):
-        learnt.add(answer(seed))
-    assert [ids.tolist() for ids in learnt.read()] == [answer(2).tolist(), answer(1).tolist()]
-
-
-def test_short_answers_are_not_kept_and_long_ones_are_cut(tmp_path: Path) -> None:
-    learnt = learnt_in(tmp_path)
-    learnt.add(answer(0, 3))
-    assert not learnt.path.exists()
-    learnt.add(answer(0, MAX_ANSWER_TOKENS + 5))
-    assert [ids.size for ids in learnt.read()] == [MAX_ANSWER_TOKENS]
-
-
-def test_the_oldest_go_when_there_are_too_many(tmp_path: Path) -> None:
-    learnt = learnt_in(tmp_path, max_tokens=220)
-    for seed in range(9):
-        learnt.add(answer(seed))
-    assert [ids.tolist() for ids in learnt.read()] == [answer(seed).tolist() for seed in (5, 6, 7, 8)]
+    whole = learnt_in(tmp_path)
+    whole.add(answer(0, MAX_ANSWER_TOKENS + 5))
+    assert [ids.size for ids in whole.read()] == [MAX_ANSWER_TOKENS]
 
 
 def test_any_damage_gives_what_was_written_or_less(tmp_path: Path) -> None:
