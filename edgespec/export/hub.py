@@ -7,17 +7,18 @@ HF_HUB_OFFLINE, HF_TOKEN and HF_HOME.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from edgespec.config.options import Sampling
 from edgespec.config.values import is_number
 from edgespec.errors import DownloadError, ModelFileError, ModelNotFound, SamplingError
-from edgespec.formats.checkpoint import matching, weight_names
+from edgespec.formats.checkpoint import matching, read_optional_json, weight_names
 from edgespec.loading.hub import describe, endpoint, hub_errors, library
 
 SMALL_FILES = (
@@ -125,14 +126,9 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 # what a folder says of its model
 
-# name in generation_config.json -> name in a manifest
-SAMPLING_NAMES = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repeat_penalty",
-}
+# In a manifest, and of generation_config.json, where these differ.
+SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
+THEIR_NAMES = {"repeat_penalty": "repetition_penalty"}
 
 
 def card_licence(folder: Path) -> str:
@@ -151,19 +147,15 @@ def card_licence(folder: Path) -> str:
 
 def recommended_sampling(folder: Path) -> dict[str, float]:
     """Sampling settings of generation_config.json, by their name in `Sampling`; empty if it does not sample."""
-    try:
-        settings = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    settings, chosen = dict[str, Any](), dict[str, float]()
+    with suppress(ModelFileError):
+        settings = read_optional_json(folder / "generation_config.json")
+    if not settings.get("do_sample"):
         return {}
-    if not isinstance(settings, dict) or not settings.get("do_sample"):
-        return {}
-    chosen = {ours: settings[theirs] for theirs, ours in SAMPLING_NAMES.items() if is_number(settings.get(theirs))}
-    return {key: value for key, value in chosen.items() if _is_allowed(key, value)}
-
-
-def _is_allowed(key: str, value: float) -> bool:
-    try:
-        Sampling(**{key: value})  # type: ignore[arg-type]
-    except SamplingError:
-        return False
-    return True
+    for name in SAMPLING_NAMES:
+        value = settings.get(THEIR_NAMES.get(name, name))
+        with suppress(SamplingError):
+            if is_number(value):
+                Sampling(**{name: value})  # type: ignore[arg-type]
+                chosen[name] = value
+    return chosen

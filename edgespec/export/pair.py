@@ -33,7 +33,6 @@ from edgespec.export.check import (
     ABSURD,
     CHECK_CONTEXT,
     ExportRefused,
-    Reference,
     check_round_trip,
     compare,
     engine_reference,
@@ -330,7 +329,7 @@ class _Export:
             path.unlink(missing_ok=True)
 
     def _convert(self, role: str, quant: str, path: Path, progress: Progress) -> None:
-        from edgespec.export.gguf.convert import OutputType, convert
+        from edgespec.export.gguf.convert import convert
 
         folder = self.models[role].folder
         assert folder is not None
@@ -338,7 +337,7 @@ class _Export:
         convert(
             folder,
             path,
-            cast(OutputType, quant),
+            quant,
             name=name if role == "target" else f"{name} {role}",
             licence=self.request.licence,
             progress=progress,
@@ -411,10 +410,8 @@ class _Export:
         """The reference, and figures by format. Coarse types would hide small faults of a conversion, so that where
         transformers shows these, the GGUF between is compared, too."""
         context = min(CHECK_CONTEXT, model.said["context_length"] or CHECK_CONTEXT)
-        files: list[tuple[str, Format, str, Path]]
-        files = [(one.format, one.format, one.quant, one.path) for one in made]
+        files: list[tuple[str, Format, str, Path]] = [(one.format, one.format, one.quant, one.path) for one in made]
         progress(0, 1 + len(files), "the reference")
-        reference: Reference
         is_exact = model.folder is not None and has_transformers()
         usual = []  # what llama.cpp itself loses
         if model.folder is not None and is_exact:

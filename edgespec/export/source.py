@@ -18,7 +18,7 @@ from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
 from edgespec.export.check import CHECK_CONTEXT, has_transformers, token_names
 from edgespec.export.hub import Source, card_licence, recommended_sampling
 from edgespec.export.request import TILED, ExportRequest, Format
-from edgespec.formats.architectures import is_tied
+from edgespec.formats.architectures import ARCHITECTURES, LLAMA
 from edgespec.formats.checkpoint import Checkpoint, named_architecture, read_json
 from edgespec.formats.gguf.header import GgufHeader
 from edgespec.formats.gguf.model import GgufModel
@@ -148,7 +148,7 @@ def _num_parameters(checkpoint: Checkpoint) -> int:
     sizes = {name: math.prod(checkpoint.tensors[name].shape) for name in checkpoint.tensors}
     if not sizes:
         raise ModelFileError(f"{checkpoint.folder} has no tensors")
-    if is_tied(checkpoint.architecture, checkpoint.config) and len(sizes) > 1:
+    if ARCHITECTURES.get(checkpoint.architecture, LLAMA).is_tied(checkpoint.config) and len(sizes) > 1:
         sizes.pop("lm_head.weight", None)
     return sum(sizes.values())
 

@@ -275,18 +275,19 @@ INTERLEAVED = {
     "self_attn.q_proj.weight": Tensor("attn_q.weight", "q d", PERMUTE_Q),
     "self_attn.k_proj.weight": Tensor("attn_k.weight", "k d", PERMUTE_K),
 }
-LLAMA_ATTENTION = {
-    **ATTENTION,
-    **INTERLEAVED,
+LLAMA_BIASES = {
     "self_attn.q_proj.bias": Tensor("attn_q.bias", "q", PERMUTE_Q, is_optional=True),
     "self_attn.k_proj.bias": Tensor("attn_k.bias", "k", PERMUTE_K, is_optional=True),
     "self_attn.v_proj.bias": Tensor("attn_v.bias", "k", is_optional=True),
     "self_attn.o_proj.bias": Tensor("attn_output.bias", "d", is_optional=True),
 }
+LLAMA_ATTENTION = {**ATTENTION, **INTERLEAVED, **LLAMA_BIASES}
 LLAMA_LAYER = {
     **TWO_NORMS,
-    **LLAMA_ATTENTION,
+    **ATTENTION,
+    **INTERLEAVED,
     **MLP,
+    **LLAMA_BIASES,
     "mlp.gate_proj.bias": Tensor("ffn_gate.bias", "f", is_optional=True),
     "mlp.up_proj.bias": Tensor("ffn_up.bias", "f", is_optional=True),
     "mlp.down_proj.bias": Tensor("ffn_down.bias", "d", is_optional=True),
@@ -380,11 +381,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         head_is_tied=True,
     ),
 }
-
-
-def is_tied(architecture: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a model's output projection is its embedding matrix. `settings`: of its text model, from config.json."""
-    return ARCHITECTURES.get(architecture, LLAMA).is_tied(settings)
 
 
 def architecture_of(checkpoint: Checkpoint) -> Architecture:

@@ -74,15 +74,12 @@ class HeadManifest:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every matrix but those of the vocabulary and the probe."""
-        projected = {PROJECT: (self.hidden_size, self.feature_size)} if self.is_projected else {}
-        return {**self._shapes_of_kind(), **projected}
-
-    def _shapes_of_kind(self) -> dict[str, tuple[int, ...]]:
         width = self.hidden_size
+        projected = {PROJECT: (width, self.feature_size)} if self.is_projected else {}
         if self.kind == "medusa":
             places = [(head, block) for head in range(self.depth) for block in range(self.blocks)]
             weights = {f"weight.{h}.{b}": (width, 2 * width if b == 0 else width) for h, b in places}
-            return {**weights, **{f"bias.{h}.{b}": (width,) for h, b in places}}
+            return {**weights, **{f"bias.{h}.{b}": (width,) for h, b in places}, **projected}
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "fc": (width, 2 * width),
@@ -96,6 +93,7 @@ class HeadManifest:
             "up_proj": (self.ffn, width),
             "down_proj": (width, self.ffn),
             "norm": (width,),
+            **projected,
         }
 
 

@@ -71,16 +71,6 @@ def test_a_wrong_splitter_is_found_by_its_first_text(tmp_path: Path):
         check_tokenizer(folder, tmp_path / "out.gguf")
 
 
-def test_the_tab_of_gemma_is_a_byte(tmp_path: Path):
-    """Gemma 1 and 2 call the byte token 9 by the character that it stands for."""
-    folder = folder_with(tmp_path, "gemma-spm")
-    source = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    source["model"]["vocab"]["\t"] = source["model"]["vocab"].pop("<0x09>")
-    (folder / "tokenizer.json").write_text(json.dumps(source), encoding="utf-8")
-    assert "<0x09>" in fields_of(folder)["tokenizer.ggml.tokens"]
-    assert check_tokenizer(folder, tmp_path / "out.gguf") > 200
-
-
 def test_words_that_llama_cpp_splits_at_a_mark_are_no_reason_to_refuse(tmp_path: Path):
     folder = folder_with(tmp_path, "tekken")
     source = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))

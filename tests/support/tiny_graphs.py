@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from demo import TEST_THREADS
 from edgespec.engines.base import Engine
 from edgespec.export.check import open_engine
-from edgespec.export.gguf.convert import OUTPUT_TYPES, convert, own_precision, quantise
+from edgespec.export.gguf.convert import convert, own_precision, quantise
 from edgespec.export.onnx.writer import convert_gguf, open_gguf
+from edgespec.export.request import STRAIGHT_GGUF
 from edgespec.types import Batch, Logits
 from edgespec.vocabulary import Vocabulary
 from tiny_architectures import CASES as ARCHITECTURES
@@ -42,7 +43,7 @@ def tiny_files(folder: Path) -> Callable[[str], Path]:
 
 def export_gguf(folder: Path, output: Path, quant: str, threads: int | None = None) -> None:
     """A checkpoint as a GGUF of any type, as an export makes it."""
-    if quant in OUTPUT_TYPES:
+    if quant in STRAIGHT_GGUF:
         convert(folder, output, quant)
         return
     between = output.with_suffix(".between")

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import gguf
 import numpy as np
@@ -43,13 +43,6 @@ from edgespec.types import Progress, no_progress
 
 HEAD = "lm_head.weight"
 _BIASES = {"mlp.": "mlp_bias", "self_attn.": "attention_bias"}  # what config.json calls those that are optional
-OutputType = Literal["f32", "f16", "bf16", "q8_0"]
-OUTPUT_TYPES: dict[OutputType, tuple[gguf.GGMLQuantizationType, gguf.LlamaFileType]] = {
-    "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
-    "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
-    "bf16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
-    "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
-}
 
 
 Tensors = dict[str, tuple[tuple[int, ...], Callable[[], Weights]]]
@@ -59,13 +52,13 @@ Tensors = dict[str, tuple[tuple[int, ...], Callable[[], Weights]]]
 def convert(
     folder: Path,
     output: Path,
-    output_type: OutputType = "q8_0",
+    output_type: str = "q8_0",
     *,
     name: str | None = None,
     licence: str | None = None,
     progress: Progress = no_progress,
 ) -> Path:
-    """Write the model in `folder` to `output` as GGUF, atomically; norms are F32.
+    """Write the model in `folder` to `output` as GGUF, atomically: f32, f16, bf16 or q8_0; norms are F32.
 
     Raises ModelFileError if the folder is incomplete or not supported, StateError if `output` cannot be written.
     """
@@ -76,7 +69,7 @@ def convert(
         tensors = plan_tensors(checkpoint, found, sizes) | rotary_tensors(checkpoint, sizes)
 
     called = name or folder.name
-    wanted, file_type = OUTPUT_TYPES[output_type]
+    wanted = gguf.GGMLQuantizationType[output_type.upper()]
     stored = {tensor: stored_type(shape, wanted) for tensor, (shape, _) in tensors.items()}
     with atomic_file(output) as temporary:
         writer = gguf.GGUFWriter(temporary, found.name)
@@ -84,7 +77,7 @@ def convert(
             writer.add_name(called)
             if licence is not None:
                 writer.add_license(licence)
-            writer.add_file_type(file_type)
+            writer.add_file_type(FILE_TYPES[output_type])
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             with settings_of(folder):
                 write_hyperparameters(writer, checkpoint, found, sizes)
@@ -254,15 +247,15 @@ _QUANTISED = (
     *("q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0", "iq4_nl", "iq4_xs"),
     *("q3_k_l", "q3_k_m", "q3_k_s", "iq3_m", "iq3_s", "q2_k"),
 )
-FILE_TYPES = {name: int(gguf.LlamaFileType[f"MOSTLY_{name.upper()}"]) for name in _QUANTISED}
-GGUF_QUANTS: tuple[str, ...] = ("f32", "f16", "bf16", *FILE_TYPES)
+GGUF_QUANTS = ("f32", "f16", "bf16", *_QUANTISED)
+_FILE_TYPE_NAMES = {name: f"{'ALL' if name == 'f32' else 'MOSTLY'}_{name.upper()}" for name in GGUF_QUANTS}
+FILE_TYPES = {name: int(gguf.LlamaFileType[theirs]) for name, theirs in _FILE_TYPE_NAMES.items()}
 
 
-def own_precision(folder: Path) -> OutputType:
+def own_precision(folder: Path) -> str:
     """The smallest type that stores a checkpoint's weights without loss."""
     kinds = {tensor.dtype for tensor in Checkpoint.open(folder).tensors.values() if len(tensor.shape) > 1}
-    narrow: dict[str, Literal["f16", "bf16"]] = {"F16": "f16", "BF16": "bf16"}
-    return narrow.get(kinds.pop(), "f32") if len(kinds) == 1 else "f32"
+    return {"F16": "f16", "BF16": "bf16"}.get(kinds.pop(), "f32") if len(kinds) == 1 else "f32"
 
 
 def quantise(

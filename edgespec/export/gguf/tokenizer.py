@@ -30,7 +30,6 @@ from edgespec.formats.gguf.tokenizer import (
 )
 
 Settings = dict[str, Any]
-TAB = "<0x09>"  # which Gemma 1 and 2 call "\t"
 UNREACHABLE = -1e6  # the score of a token that no merge produces
 
 
@@ -99,8 +98,6 @@ def token_list(tokenizer: Settings, vocab_size: int) -> tuple[list[str], list[in
     texts: list[str] = [""] * vocab_size
     types = [int(gguf.TokenType.UNUSED)] * vocab_size
     byte_texts = BYTES if is_spm(tokenizer) else set()
-    if byte_texts and TAB not in vocab and "\t" in vocab:
-        vocab = {TAB if text == "\t" else text: index for text, index in vocab.items()}
     for text, index in vocab.items():
         if not 0 <= index < vocab_size:
             raise ModelFileError(f"tokenizer.json gives {text!r} the id {index}, config.json has {vocab_size} ids")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -113,8 +113,13 @@ def _bits(tensor: TensorInfo) -> float:
     return 8 * tensor.num_bytes / math.prod(tensor.shape)
 
 
-FILE_TYPES = {"q8_0": 7, "q4_k_m": 15}  # llama.cpp's numbers of TILED, general.file_type in a GGUF
 _BLOCKS = "blocks.gguf"
+_FORMS: Mapping[str, Callable[[GgufWeights, Nodes], Form]] = {
+    "fp32": Plain,
+    "int4": OffsetBlocks,
+    "int8": partial(Blocks, 8, GROUP_SIZES["int8"]),
+    **dict.fromkeys(TILED, Tiles),
+}
 
 
 def open_gguf(path: Path) -> GgufModel:
@@ -149,7 +154,7 @@ def convert_gguf(model: GgufModel, folder: Path, quant: str, progress: Progress 
         write_llama(
             folder,
             model.config,
-            _form(GgufWeights(model), quant),
+            partial(_FORMS[quant], GgufWeights(model)),
             lambda done, total: progress(done, total, f"part {done} of {total}"),
         )
     finally:
@@ -159,7 +164,8 @@ def convert_gguf(model: GgufModel, folder: Path, quant: str, progress: Progress 
 
 def needs_blocks(model: GgufModel, quant: str) -> bool:
     """Whether llama.cpp has to quantise the weights first."""
-    return quant in TILED and model.header.metadata.get("general.file_type") != FILE_TYPES[quant]
+    stored = model.header.metadata.get("general.file_type")
+    return quant in TILED and stored != gguf.LlamaFileType[f"MOSTLY_{quant.upper()}"]
 
 
 def check_form(quant: str) -> None:
@@ -169,13 +175,3 @@ def check_form(quant: str) -> None:
             f"{quant} is for edgespec's own kernels, which this installation lacks: {why_missing()}. Or export int8, "
             "which needs none"
         )
-
-
-def _form(weights: GgufWeights, quant: str) -> Callable[[Nodes], Form]:
-    if quant in TILED:
-        return partial(Tiles, weights)
-    if quant == "fp32":
-        return partial(Plain, weights)
-    if quant == "int4":
-        return partial(OffsetBlocks, weights)
-    return partial(Blocks, 8, GROUP_SIZES[quant], weights)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from edgespec.formats.architectures import Sizes, Tensor
-from edgespec.formats.gguf.model import EXPERT_INNER, HEAD_MULTIPLE, INNER, SIZES, GgufModel, Reader, Tensors
+from edgespec.formats.gguf.model import EXPERT_INNER, INNER, SIZES, GgufModel, Reader, Tensors
 from edgespec.formats.gguf.tables import ROUTED_LAYER, SCALED_LAYER, SECOND_EMBEDDING, SECOND_EMBEDDING_LAYER
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.gemma4 import Gemma4Config, Gemma4Layer
@@ -22,7 +22,7 @@ class Gemma4Reader(Reader):
         layers, context, width, heads = (self._size(key) for key in SIZES)
         windowed = self._windowed(layers)
         inner, kv_heads = (self._each_layer(key, layers) for key in (INNER, "attention.head_count_kv"))
-        head_dims = self._head_dim("", width // heads), self._head_dim("_swa", width // heads)
+        head_dims = [self._head_dim(width // heads, kind) for kind in ("", "_swa")]
         experts = int(self._number("expert_count", 0))
         outer = Sizes(
             *(layers, width, inner[0], heads, kv_heads[0], head_dims[0], len(self._header.tokens), context, experts),
@@ -54,13 +54,10 @@ class Gemma4Reader(Reader):
             **(SCALED_LAYER if is_scaled else {}),
         }
 
-    def _check_heads(self, sizes: Sizes) -> None:
-        """`_head_dim` does."""
-
     def _config(self, sizes: Sizes, tensors: Tensors) -> LlamaConfig:
         windowed = self._windowed(sizes.layers)
         own = {
-            "window_head_dim": self._head_dim("_swa", sizes.width // sizes.heads),
+            "window_head_dim": self._head_dim(sizes.width // sizes.heads, "_swa"),
             "attention_scale": 1.0,
             "layers": self._layers(windowed, tensors),
             "per_layer_size": sizes.others["p"],
@@ -76,15 +73,9 @@ class Gemma4Reader(Reader):
             raise self._wrong(f"its {key} is {str(found)[:40]}, a size for each of {layers} layers was expected")
         return sizes
 
-    def _head_dim(self, kind: str, default: int) -> int:
-        """Of full layers ("") or windowed ones ("_swa"); all of a head is rotated."""
-        found = self._size(f"attention.key_length{kind}", default)
-        for key in (f"attention.value_length{kind}", f"rope.dimension_count{kind}"):
-            if self._size(key, found) != found:
-                raise self._wrong(f"its {key} {self._value(key)} is not its head size {found}")
-        if found % HEAD_MULTIPLE:
-            raise self._wrong(f"it has attention heads of {found} values; a multiple of {HEAD_MULTIPLE} is needed")
-        return found
+    def _head_dim(self, default: int, kind: str = "") -> int:
+        """All of a head is rotated."""
+        return self._check_size(f"rope.dimension_count{kind}", super()._head_dim(default, kind))
 
     def _layers(self, windowed: frozenset[int], tensors: Tensors) -> tuple[Gemma4Layer, ...]:
         """Where each layer's keys and values are; a later one reads those of the last of its kind that has them."""

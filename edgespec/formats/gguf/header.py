@@ -346,10 +346,7 @@ class _HeaderReader:
         return count
 
     def _text(self) -> str:
-        return self._bytes().decode("utf-8", errors="backslashreplace")
-
-    def _bytes(self) -> bytes:
-        return self._take(self._number("<Q"))
+        return self._take(self._number("<Q")).decode("utf-8", errors="backslashreplace")
 
     def _number(self, layout: str) -> int:
         found: int = struct.unpack(layout, self._take(struct.calcsize(layout)))[0]

@@ -1,12 +1,9 @@
 """What the header of a draft head in GGUF says, checked where llama.cpp does not when it loads one.
 
-EAGLE-3 (arXiv 2503.01840): one Llama layer over a token's embedding and three of the target's layers. DFlash
-(2602.06036): Qwen3 layers that denoise a block of mask tokens at once, over projected inputs of the target's layers;
-DSpark (2607.05147) adds a Markov head, which moves the scores of a token by the one before it, and may add a confidence
-head; DFlash2 adds convolutions over a block, and moves the scores of a few candidates by the token before them. A
-multi-token prediction layer names the architecture of its model (Qwen3.5) and holds, of all tensors, the layer's own,
-embeddings, final norm and head (llama.cpp's mtp-*.gguf). Gemma 4's drafter (google/gemma-4-*-it-assistant) has a few
-layers without keys and values of their own: they attend to those of the target's last two layers.
+What EAGLE-3, DFlash and DSpark compute is told in `formats.onnx.eagle` and `formats.onnx.dflash`. A multi-token
+prediction layer names the architecture of its model (Qwen3.5) and holds, of all tensors, the layer's own, embeddings,
+final norm and head (llama.cpp's mtp-*.gguf). Gemma 4's drafter (google/gemma-4-*-it-assistant) has a few layers without
+keys and values of their own: they attend to those of the target's last two layers.
 
 Heads may lack embeddings and output, which are then the target's own, and may know a part of the vocabulary alone,
 which the tensor `d2t` lists.

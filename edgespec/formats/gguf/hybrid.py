@@ -64,6 +64,7 @@ class _HybridReader(Reader):
     _mixer: Mapping[str, Tensor]
     _second_norm = "ffn_norm.weight"
     _feed_forward: Mapping[str, Tensor] = MLP
+    _is_nextn = False
 
     def _layer_table(self, layer: int) -> Mapping[str, Tensor]:
         norms = {**_PRE_NORM, "post_attention_layernorm.weight": Tensor(self._second_norm, "d")}
@@ -83,12 +84,13 @@ class _HybridReader(Reader):
             state_size=sizes.others.get("state", 0),
             value_size=sizes.others.get("value", 0),
             has_gated_attention=self._attention["self_attn.q_proj.weight"].shape == "2q d",
+            is_nextn=self._is_nextn,
         )
 
-    def _check_heads(self, sizes: Sizes) -> None:
-        if not 0 < len(self._recurrent) < sizes.layers:
+    def _tensors(self, sizes: Sizes) -> Tensors:
+        if not (self._is_nextn or 0 < len(self._recurrent) < sizes.layers):
             raise self._wrong("its layers are all of one kind; of a hybrid some keep a running state and some attend")
-        super()._check_heads(sizes)
+        return super()._tensors(sizes)
 
     def _kv_heads(self, layers: int, heads: int) -> int:
         """Of the layers that attend; those that have none in the list of a file keep a running state."""
@@ -148,6 +150,8 @@ class NextnReader(Qwen35Reader):
     As a model of one layer. Where it has no embeddings, norm or head, these are the model's.
     """
 
+    _is_nextn = True
+
     def read(self) -> GgufModel:
         found = super().read()
         tensors = found.tensors
@@ -175,14 +179,6 @@ class NextnReader(Qwen35Reader):
 
     def _layer_table(self, layer: int) -> Mapping[str, Tensor]:
         return {**super()._layer_table(layer), **_NEXTN}
-
-    def _config(self, sizes: Sizes, tensors: Tensors) -> LlamaConfig:
-        found = super()._config(sizes, tensors)
-        assert isinstance(found, HybridConfig)
-        return replace(found, is_nextn=True)
-
-    def _check_heads(self, sizes: Sizes) -> None:
-        super(_HybridReader, self)._check_heads(sizes)
 
 
 class Lfm2Reader(_HybridReader):

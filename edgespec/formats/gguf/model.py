@@ -134,7 +134,6 @@ class Reader(MetadataReader):
     def read(self) -> GgufModel:
         self._refuse_unknown_keys()
         sizes = self._sizes()
-        self._check_heads(sizes)
         tensors = self._tensors(sizes)
         return GgufModel(self._path, self._header, self._config(sizes, tensors), tensors)
 
@@ -142,9 +141,9 @@ class Reader(MetadataReader):
         layers, context, width, heads = (self._size(key) for key in SIZES)
         experts = int(self._number("expert_count", 0))
         inner = self._size(SHARED_INNER if experts and SHARED_INNER in self._kind.keys else INNER)
-        head_dim = self._size("attention.key_length", width // heads)
+        kv_heads, head_dim = self._kv_heads(layers, heads), self._head_dim(width // heads)
         return Sizes(
-            *(layers, width, inner, heads, self._kv_heads(layers, heads), head_dim, len(self._header.tokens), context),
+            *(layers, width, inner, heads, kv_heads, head_dim, len(self._header.tokens), context),
             experts=experts,
             expert_inner=self._size(EXPERT_INNER, self._value(INNER)) if experts else 0,
         )
@@ -341,14 +340,15 @@ class Reader(MetadataReader):
             raise self._wrong("some of its layers or projections have biases and others have none")
         return found
 
-    def _check_heads(self, sizes: Sizes) -> None:
-        if sizes.head_dim % HEAD_MULTIPLE:
+    def _head_dim(self, default: int, kind: str = "") -> int:
+        """Numbers of an attention head, of a key and of a value; `kind` "_swa": in layers with a window."""
+        found = self._size(f"attention.key_length{kind}", default)
+        if found % HEAD_MULTIPLE:
             raise self._wrong(
-                f"it has attention heads of {sizes.head_dim} values; ONNX Runtime's rotary attention needs a multiple "
-                f"of {HEAD_MULTIPLE}"
+                f"it has attention heads of {found} values; ONNX Runtime's rotary attention needs a multiple of "
+                f"{HEAD_MULTIPLE}"
             )
-        self._num_rotated(sizes)
-        self._check_size("attention.value_length", sizes)
+        return self._check_size(f"attention.value_length{kind}", found)
 
     def _num_rotated(self, sizes: Sizes) -> int:
         """How many of a head's values are rotated, on our kernels not always all."""
@@ -356,12 +356,12 @@ class Reader(MetadataReader):
         if rotated % 2 or rotated > sizes.head_dim:
             raise self._wrong(f"its rope.dimension_count {rotated} is odd, or above its head size {sizes.head_dim}")
         is_writable = self._header.architecture in WRITABLE
-        return self._check_size("rope.dimension_count", sizes) if is_writable else rotated
+        return self._check_size("rope.dimension_count", sizes.head_dim) if is_writable else rotated
 
-    def _check_size(self, key: str, sizes: Sizes) -> int:
-        if self._size(key, sizes.head_dim) != sizes.head_dim:
-            raise self._wrong(f"its {key} {self._value(key)} is not its head size {sizes.head_dim}")
-        return sizes.head_dim
+    def _check_size(self, key: str, head_dim: int) -> int:
+        if self._size(key, head_dim) != head_dim:
+            raise self._wrong(f"its {key} {self._value(key)} is not its head size {head_dim}")
+        return head_dim
 
     def _refuse_unknown_keys(self) -> None:
         prefix = f"{self._header.architecture}."
@@ -384,7 +384,6 @@ class GgufTensors:
     def __init__(self, model: GgufModel) -> None:
         self._tensors, self._config = model.tensors, model.config
         self._path, self._header, self.is_tied = model.path, model.header, model.is_tied
-        self.file_type = model.header.metadata.get("general.file_type")  # llama.cpp's number, if the file has one
 
     def kind(self, name: str) -> str:
         """The type of a matrix, such as Q4_K."""

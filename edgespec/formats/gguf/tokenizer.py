@@ -254,7 +254,9 @@ def tokenizer_json(header: GgufHeader) -> Json:
     texts = _texts(header)
     kinds = _kinds(header, texts)
     splitter = splitter_of(header)
-    made = _byte_level(header, splitter, texts, kinds) if splitter else _sentence_piece(header, texts, kinds)
+    vocabulary = {text: index for index, text in enumerate(texts) if text and kinds[index] != UNUSED}
+    made = _byte_level(header, splitter) if splitter else _sentence_piece(header, texts, kinds)
+    made["model"] = {"type": "BPE", "vocab": vocabulary, **made["model"]}
     added = [
         {"id": index, "content": text, "special": kinds[index] in (CONTROL, UNKNOWN), "normalized": False}
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
@@ -281,18 +283,14 @@ def splitter_of(header: GgufHeader) -> str:
     return name
 
 
-def _byte_level(header: GgufHeader, name: str, texts: list[str], kinds: list[int]) -> Json:
-    merges = _merges(header)
-    vocabulary = {text: index for index, text in enumerate(texts) if text and kinds[index] != UNUSED}
-    model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "ignore_merges": name in IGNORE_MERGES}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    stages = [_stage_json(stage) for stage in SPLITTERS[name]]
+def _byte_level(header: GgufHeader, name: str) -> Json:
+    byte_level = _stage_json(_BYTES_ONLY)
     return {
         "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": stages},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [_stage_json(stage) for stage in SPLITTERS[name]]},
         "post_processor": byte_level,
         "decoder": byte_level,
-        "model": model,
+        "model": {"merges": _merges(header), "ignore_merges": name in IGNORE_MERGES},
     }
 
 
@@ -313,7 +311,6 @@ def _stage_json(stage: Stage) -> Json:
 
 def _sentence_piece(header: GgufHeader, texts: list[str], kinds: list[int]) -> Json:
     has_merges = header.metadata.get("tokenizer.ggml.model") == "gemma4"
-    vocabulary = {text: index for index, text in enumerate(texts) if text and kinds[index] != UNUSED}
     if {text for text, kind in zip(texts, kinds, strict=True) if kind == BYTE} != BYTES:
         raise refused("its tokens for bytes are not those marked as such")
     merges = _merges(header) if has_merges else _merges_of_scores(header, texts, kinds)
@@ -323,14 +320,13 @@ def _sentence_piece(header: GgufHeader, texts: list[str], kinds: list[int]) -> J
     prefix = [{"type": "Prepend", "prepend": SPACE}] if adds_space else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if adds_space else []
     back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
-    model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "byte_fallback": True, "fuse_unk": True}
     return {
         "normalizer": {"type": "Sequence", "normalizers": [*prefix, spaces]},
         # llama.cpp joins no line break with what is no line break.
         "pre_tokenizer": _stage_json(("Split", r"\n+", "Isolated")) if has_merges else None,
         "post_processor": None,
         "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
-        "model": model | {"unk_token": unknown},
+        "model": {"merges": merges, "byte_fallback": True, "fuse_unk": True, "unk_token": unknown},
     }
 
 

@@ -59,16 +59,11 @@ class Eagle3Graph(KernelGraph):
 
     def _embed(self) -> None:
         super()._embed()
-        here, there = "/model/pair", "model.layers.0"
-        state, embedded = (
-            self._plain_norm(f"{here}/{name}/Norm", half, self._stored(f"{there}.{name}.weight"), f"{here}/{name}")
-            for half, name in ((FEATURES, "state_norm"), (self._residual, "embedding_norm"))
-        )
-        self._nodes.add("Concat", [embedded, state], [f"{here}/both"], f"{here}/Concat", axis=-1)
+        state, self._both = self._pair("/model/pair", "embedding_norm", "state_norm")
         self._residual = state if self._config.norms_residual else FEATURES
 
     def _input(self, layer: int, kind: str) -> str:
-        return "/model/pair/both" if kind == "input" else super()._input(layer, kind)
+        return self._both if kind == "input" else super()._input(layer, kind)
 
     def _head(self) -> None:
         state = self._norm(f"layers.{self._config.num_layers}/final_norm_layernorm")

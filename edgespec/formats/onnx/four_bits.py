@@ -50,11 +50,6 @@ class FourBits(NamedTuple):
     scales: Floats
     offsets: Floats
 
-    def floats(self) -> Floats:
-        """The weights [rows, inputs]."""
-        found: Floats = self.codes * self.scales[..., None] + self.offsets[..., None]
-        return found.reshape(len(found), -1)
-
 
 def take_apart(raw: Bytes, kind: str) -> FourBits:
     """The blocks of 32 in the bytes [rows, bytes] of one of `STORED_TYPES`; their floats are what ggml decodes."""

@@ -23,7 +23,6 @@ from edgespec.formats.onnx.tiles import (
     DELTA_NET,
     DOMAIN,
     EXPERTS,
-    FEATURES,
     GATES,
     LAYOUT_VERSION,
     MAMBA,
@@ -34,7 +33,7 @@ from edgespec.formats.onnx.tiles import (
 
 
 class ExpertsGraph(KernelGraph):
-    """A Llama whose layers have experts instead of one feed-forward."""
+    """A Llama whose layers may have experts instead of one feed-forward."""
 
     def _feed_forward(self, layer: int) -> None:
         experts = self._config.experts
@@ -194,10 +193,5 @@ class NextnGraph(HybridGraph):
 
     def _embed(self) -> None:
         super()._embed()
-        here, there = "/model/nextn", "model.layers.0"
-        normed = [
-            self._plain_norm(f"{here}/{kind}/Norm", value, self._stored(f"{there}.{kind}.weight"), f"{here}/{kind}")
-            for kind, value in (("enorm", self._residual), ("hnorm", FEATURES))
-        ]
-        self._nodes.add("Concat", normed, [f"{here}/pair"], f"{here}/Concat", axis=-1)
-        self._residual = self._product(f"{here}/eh_proj/MatMul", f"{here}/pair", (f"{there}.eh_proj",))
+        _, pair = self._pair("/model/nextn", "enorm", "hnorm")
+        self._residual = self._product("/model/nextn/eh_proj/MatMul", pair, ("model.layers.0.eh_proj",))

@@ -69,7 +69,7 @@ def _kernel_graph(config: LlamaConfig) -> type[KernelGraph]:
         return {"": BlockGraph, "encoder": BlockEncoder, "chain": BlockChain}[config.part]
     if isinstance(config, Gemma4Config):
         return Gemma4DrafterGraph if config.target_width else Gemma4Graph
-    return ExpertsGraph if config.experts else KernelGraph
+    return ExpertsGraph
 
 
 def rotary_tables(config: LlamaConfig) -> Tables:
@@ -354,6 +354,15 @@ class KernelGraph(_Graph):
 
     def _stored(self, name: str) -> str:
         return self._nodes.store(name, self._form.vector(name))
+
+    def _pair(self, here: str, embedding_norm: str, state_norm: str) -> tuple[str, str]:
+        """The normed state in `FEATURES`, and behind the normed embedding of the token after it: what a head reads."""
+        embedded, state = (
+            self._plain_norm(f"{here}/{n}/Norm", value, self._stored(f"model.layers.0.{n}.weight"), f"{here}/{n}")
+            for n, value in ((embedding_norm, self._residual), (state_norm, FEATURES))
+        )
+        self._nodes.add("Concat", [embedded, state], [f"{here}/pair"], f"{here}/Concat", axis=-1)
+        return state, f"{here}/pair"
 
     def _skip_norm(self, name: str, weight: str, state: str, total: str) -> None:
         inputs, outputs = [self._residual, weight, self._delta], [state, total] if total else [state]
