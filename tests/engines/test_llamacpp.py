@@ -28,7 +28,9 @@ from edgespec.engines.llamacpp import settings
 from edgespec.engines.llamacpp.devices import gpus, overriding
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.llamacpp.library import library, logger
+from edgespec.engines.llamacpp.settings import open_model
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
+from edgespec.engines.model_use import ModelUse
 from edgespec.errors import (
     BatchError,
     Cancelled,
@@ -122,9 +124,9 @@ def test_where_a_gpu_is_full_the_advice_is_to_place_fewer_layers(tiny_path, monk
         complain("allocating 8000.00 MiB on device 0: cudaMalloc failed: out of memory")
         complain("alloc_tensor_range: failed to allocate CUDA0 buffer of size 8388608000")
 
-    monkeypatch.setattr(llama, "llama_model_load_from_file", refused)
+    monkeypatch.setattr(llama, "llama_model_load_from_splits", refused)
     with pytest.raises(CapabilityError, match=r"out of memory.*smaller model") as caught:
-        llama_library.open_model(tiny_path, gpu_layers=gpu_layers)
+        open_model(tiny_path, ModelUse(gpu_layers=gpu_layers))
     assert ("-ngl auto" in str(caught.value)) == bool(gpu_layers)
 
 

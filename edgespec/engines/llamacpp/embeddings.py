@@ -23,12 +23,11 @@ from edgespec.engines.llamacpp.library import ABORTED, CancelFlag, check_pass, c
 from edgespec.engines.llamacpp.rows import PairRows
 from edgespec.engines.llamacpp.settings import (
     CACHE_BYTES,
-    CACHE_TYPES,
     CELLS_MULTIPLE,
     NO_POOLING,
     ContextSettings,
     new_context,
-    open_for,
+    open_model,
     read_facts,
 )
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
@@ -72,7 +71,7 @@ class EncoderEngine(BookedEngine):
         header = check_gguf(path)
         length = use.length_for(path.name, header.context_length)
         settings = ContextSettings.checked(use, length)
-        model = open_for(path, settings)
+        model = open_model(path, settings)
         try:
             return cls(path, header, model, settings)
         except BaseException:
@@ -173,16 +172,18 @@ class Embedder:
             self._wide = self._narrow = cells
             self._rows = PairRows(cells)
         self._require_memory(cells, longest)
-        params = library().llama_context_default_params()
-        params.n_ctx = cells
-        params.n_batch = params.n_ubatch = self._wide
-        params.n_outputs_max = self._narrow
-        params.n_threads = params.n_threads_batch = self._settings.threads
-        params.type_k = params.type_v = CACHE_TYPES["f16"]
-        params.flash_attn_type = self._settings.flash_attention_type
-        params.kv_unified = params.swa_full = params.no_perf = params.embeddings = True
-        params.pooling_type = NO_POOLING
-        context = new_context(self._model, params, self._cancel, requires_flash=False)
+        context = new_context(
+            self._model,
+            self._cancel,
+            n_ctx=cells,
+            n_batch=self._wide,
+            n_outputs_max=self._narrow,
+            n_threads=self._settings.threads,
+            flash_attn_type=self._settings.flash_attention_type,
+            kv_unified=True,
+            embeddings=True,
+            pooling_type=NO_POOLING,
+        )
         if not context:
             raise CapabilityError(f"llama.cpp refused a context to embed texts of {longest} tokens: {complaints()}")
         self._context, self._cells = context, cells

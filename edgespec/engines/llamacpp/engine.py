@@ -27,7 +27,7 @@ from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT as HEAD_CONTEXT
 from edgespec.engines.llamacpp.heads import MTP_STATES, Head, load_head
 from edgespec.engines.llamacpp.library import CancelFlag, check_pass, forget_complaints, library, version
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
-from edgespec.engines.llamacpp.settings import ContextSettings, create_context, open_for, placement_of, read_facts
+from edgespec.engines.llamacpp.settings import ContextSettings, create_context, open_model, placement_of, read_facts
 from edgespec.engines.llamacpp.states import HiddenStates
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_files import HeldFiles, StateStamp
@@ -99,7 +99,7 @@ class LlamaCppEngine(BookedEngine):
         length = use.length_for(path.name, header.context_length)
         snapshots = num_snapshots(header, speculates=use.speculates)
         settings = ContextSettings.checked(use, length, snapshots=snapshots)
-        llama, model = library(), open_for(path, settings)
+        llama, model = library(), open_model(path, settings)
         keeps_state = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
         settings = settings.for_model(keeps_state=keeps_state, has_window=llama.llama_model_n_swa(model) > 0)
         try:

@@ -34,13 +34,12 @@ from edgespec.engines.llamacpp.library import (
     complaints,
     forget_complaints,
     library,
-    open_model,
 )
 from edgespec.engines.llamacpp.rows import PairRows
-from edgespec.engines.llamacpp.settings import CACHE_TYPES, CELLS_MULTIPLE, ON, new_context
+from edgespec.engines.llamacpp.settings import CELLS_MULTIPLE, ON, new_context, open_model
 from edgespec.engines.llamacpp.states import extension
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
-from edgespec.engines.model_use import MAX_BRANCHES
+from edgespec.engines.model_use import MAX_BRANCHES, ModelUse
 from edgespec.errors import BatchError, CapabilityError, EngineError
 from edgespec.formats.gguf.heads import HALF_BYTES, HeadForm, HeadSizes, read_head
 from edgespec.types import Logits, TokenIds
@@ -122,19 +121,19 @@ class Head(DraftHead):
                 raise EngineError(f"{self._name} must be loaded before its target has read a text")
             is_unified = sequences == 1 or int(llama.llama_n_ctx_seq(other)) == length
             rows = sequences  # one is needed, but llama.cpp reserves one for each sequence and else ends the process
-        params = llama.llama_context_default_params()
-        params.n_ctx = length
-        params.n_batch = params.n_ubatch = params.n_outputs_max = rows
-        params.n_seq_max = sequences
-        params.n_threads = params.n_threads_batch = self._threads
-        params.type_k = params.type_v = CACHE_TYPES["f16"]
-        params.flash_attn_type = ON
-        params.kv_unified = is_unified
-        params.swa_full = True  # as in the target's, where it shares that one's cache
-        params.no_perf = True
-        params.ctx_type = _MTP_CONTEXT if self._is_mtp else 0
-        params.ctx_other = other
-        context = new_context(self._model, params, self._cancel, requires_flash=False)
+        context = new_context(
+            self._model,
+            self._cancel,
+            n_ctx=length,
+            n_batch=rows,
+            n_outputs_max=rows,
+            n_seq_max=sequences,
+            n_threads=self._threads,
+            flash_attn_type=ON,
+            kv_unified=is_unified,
+            ctx_type=_MTP_CONTEXT if self._is_mtp else 0,
+            ctx_other=other,
+        )
         if not context:
             raise CapabilityError(
                 f"llama.cpp refused a context of {length} entries for head {self._name}: {complaints()}"
@@ -322,7 +321,7 @@ def load_head(
     sizes = _sizes_of(path)
     sizes.check_fits(path.name, width, llama.llama_model_n_layer(target[0]), vocabulary.size)
     length = min(context_length or DEFAULT_CONTEXT, sizes.context_length)
-    model = open_model(path, gpu_layers=gpu_layers, has_mtp=sizes.form in MTP_STATES)
+    model = open_model(path, ModelUse(gpu_layers=gpu_layers, has_mtp=sizes.form in MTP_STATES))
     try:
         check_same_vocabulary(vocabulary, LlamaCppVocabulary(model))
         other = target[1] if sizes.shares_weights else None
@@ -346,7 +345,7 @@ def _sizes_of(path: Path) -> HeadSizes:
 def try_head(path: Path) -> None:
     """Read all weights of a head, and load what needs no target. Raises as `load_head`."""
     sizes = _sizes_of(path)
-    model = open_model(path, check_tensors=True, has_mtp=sizes.form in MTP_STATES)
+    model = open_model(path, ModelUse(check_tensors=True, has_mtp=sizes.form in MTP_STATES))
     try:
         if not sizes.shares_weights:
             Head(model, path.name, sizes, min(_TRIED_CONTEXT, sizes.context_length), threads=1).close()

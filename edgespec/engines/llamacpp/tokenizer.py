@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.closing import Closing
-from edgespec.engines.llamacpp.library import library, open_model
+from edgespec.engines.llamacpp.library import library
+from edgespec.engines.llamacpp.settings import open_model
+from edgespec.engines.model_use import ModelUse
 from edgespec.errors import EngineError, PromptError
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.platform.machine import on_stack
@@ -151,7 +153,7 @@ class VocabularyFile(LlamaCppVocabulary, Closing):
 
     def __init__(self, path: Path) -> None:
         check_gguf(path)
-        super().__init__(open_model(path, vocabulary_only=True))
+        super().__init__(open_model(path, ModelUse(), vocabulary_only=True))
 
     def close(self) -> None:
         if self._model is not None:
