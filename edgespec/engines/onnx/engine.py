@@ -161,14 +161,12 @@ class OnnxEngine(SessionEngine):
         if len(placed) == 1:
             ((sequence, part),) = placed.items()
             return self._run(sequence, part, batch.outputs)
-        logits, states = [], []
+        logits, states = list[Logits](), list[NDArray[np.float32]]()
         for sequence, part in placed.items():
             logits.append(self._run(sequence, part, batch.outputs[part.rows]).copy())
             states.append(self._states.copy())
-        rows = np.concatenate([part.rows for part in placed.values()])
-        self._states = np.concatenate(states)[np.argsort(rows)]
-        found: Logits = np.concatenate(logits)[np.argsort(rows[batch.outputs[rows]])]
-        return found
+        self._states = np.concatenate(states)
+        return np.concatenate(logits)
 
     def _run(self, sequence: int, part: SequenceRows, wanted: NDArray[np.bool_]) -> Logits:
         """One pass over a chain, with at least `_least_rows` rows, with and without logits.
@@ -176,7 +174,7 @@ class OnnxEngine(SessionEngine):
         Tokens before the chain are scored again, with the same bits, so that no cell after it is needed. Where there
         are too few, at the start of a text, scratch rows follow instead.
         """
-        width = len(part.rows)
+        width = part.count
         missing = max(self._least_rows - width, 0)
         shift = missing if missing <= part.base else 0
         ids = part.token_ids

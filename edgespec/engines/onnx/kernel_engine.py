@@ -80,7 +80,6 @@ class KernelEngine(SessionEngine):
         self._hidden = np.zeros((widest, graph.hidden_size or 0), np.float32)
         # Of a draft head: the states that the rows of the next pass read.
         self.features = np.zeros((widest if graph.feature_size else 0, graph.feature_size), np.float32)
-        self._order: NDArray[np.intp] | None = None  # of the last pass's rows, if they were not in batch order
         self._bindings = self._cancel = Bindings(session)
         self._width = 0
         self._book = SequenceBook(slots)
@@ -127,27 +126,10 @@ class KernelEngine(SessionEngine):
         return type(self)(source, read_graph(source, cells=length), settings, source.config(), self.vocabulary)
 
     def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
-        outputs = np.flatnonzero(batch.outputs)
-        ids, rows = self._ids[: batch.width], self._rows[: batch.width]
-        self._order = None
-        if len(placed) == 1:
-            ((sequence, part),) = placed.items()
-            ids[:] = batch.token_ids
-            self._place(rows, sequence, part, 0)
-        else:
-            order = [row for part in placed.values() for row in part.rows]
-            if order != list(range(batch.width)):
-                self._order = np.array(order)
-                places = np.empty_like(self._order)
-                places[self._order] = np.arange(batch.width)
-                outputs = places[outputs]
-            start = 0
-            for sequence, part in placed.items():
-                count = len(part.rows)
-                ids[start : start + count] = part.token_ids
-                self._place(rows[start : start + count], sequence, part, start)
-                start += count
-        return self._run(batch.width, outputs)
+        self._ids[: batch.width] = batch.token_ids
+        for sequence, part in placed.items():
+            self._place(self._rows[part.rows], sequence, part)
+        return self._run(batch.width, np.flatnonzero(batch.outputs))
 
     def score(self, token_ids: TokenIds, rows: NDArray[np.int32], first: int = 0, last: int | None = None) -> Logits:
         """Logits of the rows `first`..`last` of all `rows` [n, 4] of a draft head whose text they do not become."""
@@ -169,9 +151,9 @@ class KernelEngine(SessionEngine):
         """Attend to keys and values of another engine's cache, which lives as long."""
         self._named[CACHE] = other._named[CACHE]
 
-    def _place(self, rows: NDArray[np.int32], sequence: int, part: SequenceRows, start: int) -> None:
-        """Fill in `rows` [n, 4] of a sequence, the first of which is row `start` of the pass."""
-        base, count = part.base, len(part.rows)
+    def _place(self, rows: NDArray[np.int32], sequence: int, part: SequenceRows) -> None:
+        """Fill in the `rows` [n, 4] of a sequence."""
+        base, start, count = part.base, part.start, part.count
         rows[:, 0] = sequence
         rows[:, 2] = self._counting[base + 1 : base + 1 + count]  # the first number is -1
         if part.is_tree:
@@ -233,14 +215,7 @@ class KernelEngine(SessionEngine):
 
     def hidden_states(self) -> NDArray[np.float32]:
         self._require_open()
-        if not self._hidden_size:
-            return super().hidden_states()
-        states = self._hidden[: self._width]
-        if self._order is None:
-            return states
-        sorted_back = np.empty_like(states)
-        sorted_back[self._order] = states
-        return sorted_back
+        return self._hidden[: self._width] if self._hidden_size else super().hidden_states()
 
     def _free(self) -> None:
         self._held.close()
@@ -276,13 +251,13 @@ class HybridEngine(KernelEngine):
 
     def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
         for part in placed.values():
-            if part.is_tree and len(part.rows) > LOG:
-                raise BatchError(f"a tree of {len(part.rows)} rows was given, a {self.facts.architecture} takes {LOG}")
+            if part.is_tree and part.count > LOG:
+                raise BatchError(f"a tree of {part.count} rows was given, a {self.facts.architecture} takes {LOG}")
         before: dict[int, NDArray[np.uint8]] = {}
         for sequence, part in placed.items():
-            if part.base + len(part.rows) - self._states.floors[sequence] > LOG:
+            if part.base + part.count - self._states.floors[sequence] > LOG:
                 self._keep_floor(sequence)
-            if part.base and len(part.rows) > LOG:  # its first rows are added at once
+            if part.base and part.count > LOG:  # its first rows are added at once
                 before[sequence] = self._states.read(sequence, part.base)
         try:
             return super()._score(batch, placed)
