@@ -424,6 +424,6 @@ def load_eagle(
     use = ModelUse(context_length, threads=threads, max_sequences=sequences, provider="cpu")
     settings = OnnxSettings.checked(graph, source.config(), use)
     projection = _projection(heads, weights) if sizes.is_projected else None
-    engine = KernelEngine(source, graph, settings, source.config(), vocabulary)
+    engine = KernelEngine(source, graph, settings, vocabulary)
     source.forget()
     return EagleHead(engine, text, projection)

@@ -302,7 +302,7 @@ def load_drafter(target: KernelEngine, path: Path | None = None, context_length:
         length = min(context_length or DEFAULT_CONTEXT, length, source.model.config.max_positions)
     graph = read_graph(source, cells=length, hidden_states=True)
     settings = replace(target.settings, context_length=length)
-    engine = KernelEngine(source, graph, settings, source.config(), vocabulary)
+    engine = KernelEngine(source, graph, settings, vocabulary)
     if source.reads_cache:
         engine.read_cache_of(target)
         return CacheHead(engine)

@@ -72,12 +72,13 @@ def _size(config: dict[str, Any], *names: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class OnnxSettings(ModelUse):
-    """The options of a load, checked; `head_size`: values of an attention head."""
+    """The options of a load, checked; `head_size`: values of an attention head; `architecture`: of the model."""
 
     context_length: int = DEFAULT_CONTEXT
     threads: int = 1
     cache_type_k: str = "f32"
     head_size: int = 0
+    architecture: str = ""
 
     @classmethod
     def checked(cls, graph: Graph, config: ModelConfig, use: ModelUse) -> Self:
@@ -94,7 +95,7 @@ class OnnxSettings(ModelUse):
             "threads": default_threads() if use.threads is None else use.threads,
             "cache_type_k": use.cache_type_k or types[0],
         }
-        settings = cls(**given, head_size=head_size)
+        settings = cls(**given, head_size=head_size, architecture=config.architecture)
         if settings.cache_type_k not in types:
             raise ConfigError(
                 f"a cache of type {settings.cache_type_k!r} is not supported here: use {' or '.join(types)}"
