@@ -9,6 +9,8 @@ from edgespec.errors import ConfigError
 DEFAULT_CONTEXT = 4096
 MAX_BATCH, MAX_BRANCHES, WIDEST = 512, 16, 63
 MOST_CHECKPOINTS = 2  # of a sequence with a running state
+WINDOW = 512  # latest tokens of which states are kept for heads; at three layers of 4096 these are 24 MiB
+BYTES_PER_FEATURE = 4 * 4  # of these: two windows, and the copies of the library and of a pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from edgespec.config.options import LoadOptions
 from edgespec.config.values import as_size, budget_bytes
 from edgespec.control.constants import MAX_AUTO_LENGTH
 from edgespec.drafters.spec import SPECS
-from edgespec.engines.model_use import Footprint, ModelUse
+from edgespec.engines.model_use import BYTES_PER_FEATURE, WINDOW, Footprint, ModelUse
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import ModelFile, ModelPair
@@ -253,10 +253,6 @@ def heads_bytes(paths: Sequence[Path], context_length: int, texts: int) -> tuple
 
 
 def _bytes_of(path: Path, context_length: int, texts: int) -> tuple[int, int]:
-    from edgespec.engines.head import (
-        BYTES_PER_FEATURE,
-        WINDOW,  # imports numpy
-    )
     from edgespec.formats.head_file import read_head_manifest
 
     stored = 0

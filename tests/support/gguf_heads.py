@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from demo import TEST_THREADS
 from edgespec.config.values import EngineName
-from edgespec.engines.head import BYTES_PER_FEATURE, WINDOW, DraftHead
+from edgespec.engines.head import DraftHead
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.model_use import ModelUse
+from edgespec.engines.model_use import BYTES_PER_FEATURE, WINDOW, ModelUse
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint
 from edgespec.engines.onnx.kernel_engine import KernelEngine

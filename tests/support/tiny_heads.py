@@ -11,7 +11,8 @@ from edgespec import Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.heads import EagleDrafter, HeadDrafter, MedusaDrafter
 from edgespec.engines.base import Engine
-from edgespec.engines.head import WINDOW, Confidences, DraftHead, HeadFacts, States
+from edgespec.engines.head import Confidences, DraftHead, HeadFacts, States
+from edgespec.engines.model_use import WINDOW
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import BatchError, Cancelled, ContextFull
 from edgespec.formats.head_file import HeadFile, HeadManifest

@@ -22,8 +22,7 @@ from edgespec.engines.base import EngineFacts, check_threads
 from edgespec.engines.booked import BookedEngine, Checkpoints, SequenceBook, SequenceRows, check_text
 from edgespec.engines.llamacpp.cells import RUNNING_STATE_ONLY, Cells
 from edgespec.engines.llamacpp.embeddings import Embedder
-from edgespec.engines.llamacpp.footprint import ONLY_ASKED, num_snapshots
-from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT as HEAD_CONTEXT
+from edgespec.engines.llamacpp.footprint import HEAD_CONTEXT, ONLY_ASKED, num_snapshots
 from edgespec.engines.llamacpp.heads import MTP_STATES, Head, load_head
 from edgespec.engines.llamacpp.library import CancelFlag, check_pass, forget_complaints, library, version
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
