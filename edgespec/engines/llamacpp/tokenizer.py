@@ -72,10 +72,7 @@ class LlamaCppVocabulary(Vocabulary):
         return whole[:before], whole[before + len(plain) :]
 
     def _encode_part(self, text: str, parse_special: bool, *, add_special: bool = False) -> list[int]:
-        try:
-            data = text.encode("utf-8")
-        except UnicodeEncodeError as exc:
-            raise PromptError(f"the text is not valid Unicode ({exc}); remove the lone surrogate") from exc
+        data = self.utf8(text)
         if len(data) > MAX_TEXT_BYTES:
             raise PromptError(f"the text has {len(data)} bytes, at most {MAX_TEXT_BYTES} can be encoded")
         room = len(data) + 8
