@@ -233,7 +233,7 @@ class CachedSequence:
     @property
     def most_branches(self) -> int:
         """Most side branches of a tree for `looking`; 0: chains only."""
-        return self.engine.most_branches
+        return self.engine.facts.max_branches
 
     def latest_fitting(self, token_ids: TokenIds, capacity: int) -> int:
         """How many of the last `token_ids` [n] fit into `capacity` places of the cache."""
