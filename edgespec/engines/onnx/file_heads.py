@@ -337,7 +337,7 @@ class _Graph:
         )
         arrays = {**data.arrays, **packed_tiles(data.later)}
         graph = nodes.model(given, made).SerializeToString()
-        self._session = open_session(graph, Path(), threads=THREADS, provider="cpu", arrays=arrays)
+        self._session = open_session(graph, Path(), threads=THREADS, arrays=arrays)
         self._options, self.num_bytes = run_options(), sum(array.nbytes for array in arrays.values())
 
     def run(self, **rows: States) -> list[States]:

@@ -57,10 +57,7 @@ class KernelEngine(SessionEngine):
         kind, slots = settings.cache_type_k.upper(), settings.max_sequences
         self._cache = KernelCache(kind, graph.head_sizes, slots, num_chunks(settings.context_length))
         self._named = {CACHE: np.array([self._cache.number])}  # inputs that are the same in all passes
-        # The kernels have threads of their own.
-        session = open_session(
-            graph.serialised, source.folder, threads=1, provider=settings.provider, arrays=source.arrays()
-        )
+        session = open_session(graph.serialised, source.folder, arrays=source.arrays())
         widest = max(settings.max_rows, slots)
         super().__init__(
             session,

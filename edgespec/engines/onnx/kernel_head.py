@@ -49,7 +49,7 @@ class _Rest:
         if not (latest.size and source.num_unscored) or np.mean(latest >= source.model.config.vocab_size) < _MANY:
             return False
         if self._session is None and (made := source.rest_of_head()):
-            self._session = open_session(made[0], source.folder, threads=1, provider="cpu", arrays=made[1])
+            self._session = open_session(made[0], source.folder, arrays=made[1])
         return self._session is not None
 
     def scores(self, states: States) -> Logits:
@@ -70,7 +70,7 @@ class _Encoder:
         self.feature_width = (len(given_layers) + 1) * sizes.target_width
         self._engine, self._columns = engine, columns(given_layers, sizes.layers, sizes.target_width)
         graph = source.part("encoder", engine.facts.context_length)
-        self._session = open_session(graph, source.folder, threads=1, provider="cpu", arrays=source.arrays())
+        self._session = open_session(graph, source.folder, arrays=source.arrays())
 
     def run(self, features: States, **rows: NDArray[np.int32]) -> States:
         """One state of each row of `features` [n, feature_width]; of a block's head what it writes into the cache."""
@@ -222,7 +222,7 @@ class BlockHead(KernelHead):
         if self._has_chain:
             assert isinstance(source, GgufFile)
             graph = source.part("chain", 1)
-            self._chain = open_session(graph, source.folder, threads=1, provider="cpu", arrays=source.arrays())
+            self._chain = open_session(graph, source.folder, arrays=source.arrays())
 
     @property
     def _has_chain(self) -> bool:

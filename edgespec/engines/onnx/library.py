@@ -148,10 +148,17 @@ def providers_for(provider: str) -> tuple[str, ...]:
 
 
 def open_session(
-    graph: bytes, folder: Path, *, threads: int, provider: str, arrays: Arrays = NO_ARRAYS, is_trial: bool = False
+    graph: bytes,
+    folder: Path,
+    *,
+    threads: int = 1,
+    provider: str = "cpu",
+    arrays: Arrays = NO_ARRAYS,
+    is_trial: bool = False,
 ) -> Any:
     """A session of a serialised graph whose weights are in `folder` or `arrays`, on one of `providers_for`.
 
+    `threads`: of ONNX Runtime's own; our kernels have theirs.
     `is_trial`: the graph is not optimised, nor are its weights packed. Raises CapabilityError for a provider that lacks
     an operator of this model, ModelFileError for a bad model.
     """

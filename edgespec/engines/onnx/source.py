@@ -323,7 +323,7 @@ def try_folder(path: Path) -> None:
     source = open_source(path)
     graph = read_graph(source)
     source.config()
-    open_session(graph.serialised, path.parent, threads=1, provider="cpu", is_trial=True)
+    open_session(graph.serialised, path.parent, is_trial=True)
     vocabulary = TokenizerFile(path.parent, graph.vocabulary_size)
     vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
     _ = vocabulary.pieces
