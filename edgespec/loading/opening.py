@@ -268,9 +268,7 @@ def _probed(heads: HeadFile, target: Engine) -> NDArray[np.float32]:
     target.give_hidden_states(True)
     try:
         target.forward(Batch.chain(heads.probe_ids))
-        columns = columns_of(heads, target.state_layers)
-        states = target.hidden_states()
-        return states.copy() if columns is None else states[:, columns]
+        return target.hidden_states()[:, columns_of(heads, target.state_layers)]
     finally:
         target.rollback(0)
         target.give_hidden_states(False)
