@@ -22,9 +22,8 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.chat.template import encode_messages
-from edgespec.engines import widths
+from edgespec.engines import model_use, widths
 from edgespec.engines.llamacpp import library as llama_library
-from edgespec.engines.llamacpp import settings
 from edgespec.engines.llamacpp.devices import gpus, overriding
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.llamacpp.library import library, logger
@@ -161,7 +160,7 @@ def test_every_cache_type_works(tmp_path, kind):
 
 
 def test_more_rows_of_logits_than_there_is_room_for_are_refused(tiny_path, monkeypatch):
-    monkeypatch.setattr(settings, "LOGITS_BYTES", 1)
+    monkeypatch.setattr(model_use, "LOGITS_BYTES", 1)
     with load(tiny_path, max_batch=128) as engine:
         with pytest.raises(BatchError, match="at most 64 rows"):
             chain(engine, range(65))

@@ -121,7 +121,7 @@ class Embedder:
         self._is_encoder = is_encoder
         self._width = int(llama.llama_model_n_embd_out(model))
         self._vocabulary_size = int(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)))
-        self._wide = settings.batch_capacity
+        self._wide = settings.max_rows
         self._narrow = min(max(SCORES_BYTES // (4 * self._vocabulary_size), 64), self._wide)
         self._rows = PairRows(self._wide)
         self._context: Any = None

@@ -63,7 +63,7 @@ class LlamaCppEngine(BookedEngine):
         self._embedder: Embedder | None = None
         self._model, self._context = model, context
         self._decode, self._get_logits = llama.llama_decode, llama.llama_get_logits
-        self._rows = RowBuffer(settings.batch_capacity, settings.sequence_ids)
+        self._rows = RowBuffer(settings.max_rows, settings.sequence_ids)
         self._book = SequenceBook(settings.max_sequences)
         self._cells = Cells(context, settings, self._book)
         self._place = 0, 0  # address and rows of the logits
@@ -202,15 +202,14 @@ class LlamaCppEngine(BookedEngine):
         `heads.load_head`.
         """
         self._require_open()
+        length = context_length or HEAD_CONTEXT
         if path is None:
-            context_length = min(context_length or HEAD_CONTEXT, self.facts.context_length)
+            length = min(length, self.facts.context_length)
         elif is_gemma4_drafter(header := read_header(path)):
             check_cache(path.name, header, read_header(self._path))
             gpu_layers = 0 if self.facts.device == "cpu" else -1
         models, threads = (self._model, self._context), self.facts.threads
-        found = load_head(
-            path, models, self.vocabulary, threads=threads, context_length=context_length, gpu_layers=gpu_layers
-        )
+        found = load_head(path, models, self.vocabulary, threads, length, gpu_layers)
         with closed_on_failure(found):
             if found.facts.layers:
                 self.read_layers_alone(found.facts.layers)

@@ -244,7 +244,7 @@ def pass_bytes(sizes: HeadSizes) -> int:
 
 def _compute_bytes(shape: Shape, settings: ContextSettings, cells: int, rows: int) -> tuple[int, int]:
     """(used, reserved) for the results of a pass; logits are reserved for more rows than any pass asks for."""
-    tokens = settings.batch_capacity
+    tokens = settings.max_rows
     reached = cells // settings.max_sequences if settings.streams else cells  # by attention, for each row
     mask, converted = 2 * tokens * reached, int(1.1 * tokens * shape.inner)
     layer = 4 * tokens * (3 * shape.inner + 4 * shape.width) + mask

@@ -26,7 +26,7 @@ import numpy as np
 
 from edgespec.engines.base import StatesOf
 from edgespec.engines.head import Confidences, DraftHead, HeadFacts, States
-from edgespec.engines.llamacpp.footprint import HEAD_CONTEXT, cache_bytes, layers_sizes, pass_bytes, widest_pass
+from edgespec.engines.llamacpp.footprint import cache_bytes, layers_sizes, pass_bytes, widest_pass
 from edgespec.engines.llamacpp.library import (
     ABORTED,
     END,
@@ -296,28 +296,21 @@ class Head(DraftHead):
 
 
 def load_head(
-    path: Path | None,
-    target: tuple[Any, Any],
-    vocabulary: Vocabulary,
-    *,
-    threads: int,
-    context_length: int | None = None,
-    gpu_layers: int = 0,
+    path: Path | None, target: tuple[Any, Any], vocabulary: Vocabulary, threads: int, length: int, gpu_layers: int
 ) -> Head:
     """The head `path` for a loaded `target` (model, context), which must outlive it, with its `vocabulary`.
 
-    `path` None: the multi-token prediction layer that the target was loaded with. `context_length`: most tokens it
-    attends to, None for the trained number (at most HEAD_CONTEXT). Raises ModelNotFound, ModelFileError,
-    VocabularyMismatch, and CapabilityError for a target without such a layer, or a head of another target or of a
-    variant that is not supported.
+    `path` None: the multi-token prediction layer that the target was loaded with. `length`: most tokens it attends to,
+    where it was trained for so many. Raises ModelNotFound, ModelFileError, VocabularyMismatch, and CapabilityError for
+    a target without such a layer, or a head of another target or of a variant that is not supported.
     """
     llama, width = library(), int(library().llama_model_n_embd(target[0]))
     if path is None:
-        sizes = layers_sizes(width, vocabulary.size, context_length or HEAD_CONTEXT)
-        return Head(target[0], "of its own layers", sizes, sizes.context_length, threads, vocabulary)
+        sizes = layers_sizes(width, vocabulary.size, length)
+        return Head(target[0], "of its own layers", sizes, length, threads, vocabulary)
     sizes = _sizes_of(path)
     sizes.check_fits(path.name, width, llama.llama_model_n_layer(target[0]), vocabulary.size)
-    length = min(context_length or HEAD_CONTEXT, sizes.context_length)
+    length = min(length, sizes.context_length)
     model = open_model(path, ModelUse(gpu_layers=gpu_layers, has_mtp=sizes.form in MTP_STATES))
     try:
         check_same_vocabulary(vocabulary, LlamaCppVocabulary(model))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -26,13 +26,11 @@ from edgespec.engines.model_use import DEFAULT_CONTEXT, ModelUse
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.formats.gguf.check import model_files, pooling_of
 from edgespec.formats.gguf.header import TENSOR_TYPES, GgufHeader
-from edgespec.platform.machine import default_threads
 
 if TYPE_CHECKING:
     from edgespec.engines.base import EngineFacts
 
 MAX_CELLS = 1 << 24
-LOGITS_BYTES = 32 << 20
 # Those that ggml's attention kernels read: its number, and the bytes of a number in a cache of the type.
 _KINDS = {name.lower(): (number, num_bytes / size) for number, (name, size, num_bytes) in TENSOR_TYPES.items()}
 CACHE_TYPES = {kind: _KINDS[kind][0] for kind in ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")}
@@ -66,14 +64,8 @@ class ContextSettings(ModelUse):
     @classmethod
     def checked(cls, use: ModelUse, context_length: int, *, snapshots: int = 0) -> Self:
         """Raises ConfigError for a value out of range, CapabilityError for one that this build does not support."""
-        given = {each.name: getattr(use, each.name) for each in fields(ModelUse)}
-        given |= {
-            "context_length": context_length,
-            "threads": default_threads() if use.threads is None else use.threads,
-            "cache_type_k": use.cache_type_k or "f16",
-            "cache_type_v": use.cache_type_v or "f16",
-        }
-        settings = cls(**given, snapshots=snapshots)
+        kinds = {"cache_type_k": use.cache_type_k or "f16", "cache_type_v": use.cache_type_v or "f16"}
+        settings = cls(**use.settled(context_length=context_length, **kinds), snapshots=snapshots)
         most = MAX_CELLS // settings.max_sequences
         if not 1 <= context_length <= most:
             raise ConfigError(f"a context of {context_length} tokens was asked for; 1 to {most} can be had")
@@ -105,7 +97,7 @@ class ContextSettings(ModelUse):
         share llama.cpp may overwrite those behind a window, to which a rollback returns.
         """
         if keeps_state:
-            snapshots = max(min(self.snapshots, self.batch_capacity - 2), 0)
+            snapshots = max(min(self.snapshots, self.max_rows - 2), 0)
             return replace(self, keeps_state=True, max_branches=0, snapshots=snapshots)
         streams = self.reproducible or (self.max_sequences > 1 and (has_window or not self.max_branches))
         return replace(self, streams=True, max_branches=0, snapshots=0) if streams else replace(self, snapshots=0)
@@ -125,10 +117,6 @@ class ContextSettings(ModelUse):
         return "rpc " + ",".join(self.endpoints) if self.endpoints else "gpu"
 
     @property
-    def batch_capacity(self) -> int:
-        return max(self.max_batch, self.widest)
-
-    @property
     def cells(self) -> int:
         """KV cells: every sequence full, and behind each, where passes may be padded, room for that."""
         length = self.context_length + (self.widest if self.reproducible else 0)
@@ -145,9 +133,8 @@ class ContextSettings(ModelUse):
         return ON if self.flash_attention else OFF
 
     def max_outputs(self, vocabulary_size: int) -> int:
-        """Rows with logits per pass; bounded so that a wide batch over a large vocabulary stays small."""
-        affordable = LOGITS_BYTES // (4 * vocabulary_size)
-        return min(max(affordable, 64, self.sequence_ids), max(self.batch_capacity, self.sequence_ids))
+        """As in the base class; llama.cpp wants a row for each id."""
+        return max(ModelUse.max_outputs(self, vocabulary_size), self.sequence_ids)
 
 
 def open_model(path: Path, use: ModelUse, *, vocabulary_only: bool = False) -> Any:
@@ -214,7 +201,7 @@ def create_context(model: Any, path: Path, settings: ContextSettings, cancel: Ca
         cancel,
         requires_flash=settings.flash_attention is not None,
         n_ctx=settings.cells,
-        n_batch=settings.batch_capacity,
+        n_batch=settings.max_rows,
         n_seq_max=settings.sequence_ids,
         n_rs_seq=settings.snapshots,
         n_outputs_max=settings.max_outputs(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))),

@@ -65,7 +65,7 @@ class KernelEngine(SessionEngine):
             graph,
             settings,
             vocabulary or TokenizerFile(source.folder, graph.vocabulary_size, source.path),
-            (widest, max(settings.max_outputs(graph.vocabulary_size), slots)),
+            (widest, settings.max_outputs(graph.vocabulary_size)),
             (kind, "kernels"),
             max_batch=settings.max_batch,
             max_branches=settings.max_batch,
