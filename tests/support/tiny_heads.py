@@ -190,10 +190,8 @@ class OpenBlock(OpenCache):
 # -- requests for drafts from the states of tables
 
 
-def table(
-    seed: int = 1, order: int = 1, context_length: int = 400, engine: type[TableEngine] = TableEngine
-) -> TableEngine:
-    return engine.random(VOCABULARY, order=order, seed=seed, context_length=context_length)
+def table(seed: int = 1, order: int = 1, context_length: int = 400) -> TableEngine:
+    return TableEngine.random(VOCABULARY, order=order, seed=seed, context_length=context_length)
 
 
 def with_features(target: TableEngine) -> CachedSequence:
