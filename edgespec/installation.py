@@ -21,7 +21,6 @@ from types import FrameType
 
 from edgespec.errors import CapabilityError
 
-NAME = re.compile(r"[A-Za-z0-9_.-]+")
 # ONNX Runtime reports its use to Microsoft from 1.29 on (docs/Privacy.md there), unless this is 1 when it is loaded.
 NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
 ENGINE_MODULES = {"llamacpp": "llama_cpp", "onnx": "onnxruntime"}
@@ -133,23 +132,20 @@ def install_command(extra: str = "") -> str:
     if extra == "gpu":
         return swap_command("onnxruntime", "onnxruntime-gpu")
     if (checkout := _checkout()) is not None:
-        return f"{_pip('install')} -e {quoted(f'{checkout}[{extra}]' if extra else str(checkout))}"
-    return " ".join([_pip("install"), *map(quoted, requirements().get(extra, ()))])
+        return joined(pip_command("install", "-e", f"{checkout}[{extra}]" if extra else str(checkout)))
+    return joined(pip_command("install", *requirements().get(extra, ())))
 
 
-def target_command(requirement: str, folder: str) -> list[str]:
-    """The program and arguments that put one package, without those it needs, into a folder of its own."""
-    into = ["install", "--no-deps", "--quiet", "--target", folder]
+def pip_command(command: str, *arguments: str) -> list[str]:
+    """The program and arguments of a command of pip for this environment; one made by uv has no pip of its own."""
     if is_importable("pip"):
-        quiet = ["--no-compile", "--no-input", "--disable-pip-version-check"]
-        return [sys.executable, "-m", "pip", *into, *quiet, requirement]
-    return ["uv", "pip", *into, "--python", sys.executable, requirement]
+        return [sys.executable, "-m", "pip", command, *arguments]
+    return ["uv", "pip", command, "--python", sys.executable, *arguments]
 
 
 def reinstall_command(package: str, *options: str) -> str:
     """What to type to replace a package that is there and does not work; `options` go to pip."""
-    wanted = (text for texts in requirements().values() for text in texts if name_of(text) == package)
-    return " ".join([_pip("install"), "--force-reinstall", *options, quoted(next(wanted, package))])
+    return joined(pip_command("install", "--force-reinstall", *options, _requirement_of(package)))
 
 
 def build_command(backend: str) -> str:
@@ -171,8 +167,8 @@ def build_kernels_command() -> str:
 
 def swap_command(old: str, new: str) -> str:
     """What to type to have one of two packages that hold the same files, in place of the other or of both."""
-    wanted = (text for texts in requirements().values() for text in texts if name_of(text) == new)
-    return f"{_pip('uninstall')} -y {old} {new}, then {_pip('install')} {quoted(next(wanted, new))}"
+    remove, install = pip_command("uninstall", "-y", old, new), pip_command("install", _requirement_of(new))
+    return f"{joined(remove)}, then {joined(install)}"
 
 
 @cache
@@ -192,10 +188,10 @@ def requirements() -> dict[str, list[str]]:
     return declared
 
 
-def name_of(requirement: str) -> str:
-    """`onnx` of `onnx>=1.19`."""
-    found = NAME.match(requirement)
-    return found.group() if found else requirement
+def _requirement_of(package: str) -> str:
+    """`onnx>=1.19` for onnx; the name itself where edgespec asks for no version."""
+    declared = (text for texts in requirements().values() for text in texts)
+    return next((text for text in declared if re.split(r"[^\w.-]", text)[0] == package), package)
 
 
 def _checkout() -> Path | None:
@@ -212,19 +208,12 @@ def _script_of_checkout() -> str:
     return f"{'python' if os.name == 'nt' else 'python3'} {quoted(str(checkout / 'scripts' / 'run.py'))}"
 
 
-def _pip(command: str) -> str:
-    """A command of pip for this environment; one made by uv has no pip of its own."""
-    if is_importable("pip"):
-        return f"{quoted(sys.executable)} -m pip {command}"
-    return f"uv pip {command} --python {quoted(sys.executable)}"
-
-
 def quoted(text: str) -> str:
     """`text` as one word of the shell; on Windows of both: cmd.exe knows no other marks than double ones."""
     if os.name == "nt":
         escaped = text.replace('"', '\\"')
         return f'"{escaped}"' if not text or re.search(r"[\s<>&|^,;=()'\"]", text) else text
-    return text if re.fullmatch(r"[\w./:-]+", text) else shlex.quote(text)  # which quotes letters beyond ASCII, too
+    return text if re.fullmatch(r"[\w./:=-]+", text) else shlex.quote(text)  # which quotes letters beyond ASCII, too
 
 
 def joined(words: Iterable[str]) -> str:

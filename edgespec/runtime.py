@@ -35,6 +35,7 @@ from edgespec.generation.request import (
 )
 from edgespec.generation.run_state import check_prompt
 from edgespec.generation.saved_state import load_sequence, save_sequence, state_path
+from edgespec.installation import has_memory_limit
 from edgespec.loading.opening import open_models, start_trial
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import fit
@@ -121,10 +122,9 @@ class Model(Closing):
                 "--no-reproducible"
             )
         notes += [note for drafter in list(self.drafters.drafters.values()) for note in drafter.notes]
-        if not self.target.facts.writes:
-            return tuple(notes)
-        if not self.target.facts.can_speculate and self.options.drafter != "none":
-            notes.append(f"speculation is off: {self.target.facts.why_no_speculation}")
+        facts = self.target.facts
+        if facts.writes and not facts.can_speculate and self.options.drafter != "none":
+            notes.append(f"speculation is off: {facts.why_no_speculation}")
         return tuple(notes)
 
     @property
@@ -266,11 +266,6 @@ class Model(Closing):
                 prompt_ids = before_structure(vocabulary, prompt_ids, options, answer_prefix(messages))
         return self.stream(prompt_ids, sampling, options)
 
-    def check_drafter(self, options: GenerateOptions) -> None:
-        """Check that this model has the drafter of `options`. Raises CapabilityError as a generation would."""
-        self._executor.turn.require_open()
-        self.drafters.check(of_kind("options", options, GenerateOptions, ConfigError))
-
     def check_structure(self, options: GenerateOptions) -> None:
         """Check the grammar of `options`, if there is one, as a generation does.
 
@@ -405,20 +400,20 @@ def load(model: str | os.PathLike[str] | LoadOptions = "demo", **options: Unpack
     try:
         with keeping_headers():
             room = Room.now(chosen.memory)
-            if not room.has_resource_limits:
+            if has_memory_limit():  # which counts reserved addresses, such as the unused stacks of threads
+                keep_one_arena()
+            else:
                 CHILDREN.warm()
             pair = resolve_pair(chosen)
-            if room.has_resource_limits:
-                keep_one_arena()
             with start_trial(chosen, pair) as trial:
                 fitted = fit(chosen, pair, room)
-                pair, target, drafters = open_models(fitted.options, fitted.pair, trial)
+                target, drafters = open_models(fitted.options, fitted.pair, trial)
     except MemoryError as exc:
         why = "needs more memory than this process may have. Use a smaller --ctx-size, a smaller model, or no draft"
         raise CapabilityError(f"{chosen.model} {why}") from exc
     if template is not None:
         target.vocabulary.chat_template = template
-    opened = Model(fitted.options, pair, target, drafters, MemoryReport.of(fitted, room))
+    opened = Model(fitted.options, fitted.pair, target, drafters, MemoryReport.of(fitted, room))
     with closed_on_failure(opened):
         opened.prepare()
     return opened

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import lzma
 import os
 import secrets
 import sys
@@ -21,8 +19,6 @@ from edgespec.kernels.library import library_path
 from hybrid_gguf import HybridShape, write_granite, write_lfm2, write_qwen35
 from tiny_gguf import Shape, write_model
 from tiny_onnx import write_concatenated_model
-from trainlib import demo_texts as corpus
-from trainlib import public_data as datasets
 from workers import Turns, wanted_processes
 
 os.environ.setdefault("OMP_NUM_THREADS", str(TEST_THREADS))  # of torch, which reads it when it is first imported
@@ -237,27 +233,3 @@ def four_bit_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def concatenated_path(onnx_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random ONNX model whose cache grows by concatenation, with the demo's vocabulary."""
     return write_concatenated_model(tmp_path_factory.mktemp("concatenated"), onnx_path.parent, 4096)
-
-
-@pytest.fixture
-def corpus_folder(tmp_path: Path) -> Path:
-    """A folder with the three files, a few records each."""
-    folder = tmp_path / "data"
-    folder.mkdir()
-    call = {"name": "FindBus", "arguments": {"to": "Fresno", "day": "monday"}}
-    messages = [
-        {"role": "user", "content": "A bus to Fresno, please."},
-        {"role": "assistant", "content": "One leaves at 9.", "call": call, "result": {"time": "9:00"}},
-    ]
-    for name in (corpus.SGD_TRAIN_FILE, datasets.SGD_DEV_FILE):
-        _write_lines(folder / name, [{"messages": messages}] * 8)
-    problems = [
-        {"question": f"What is {i} + 1?", "answer": f"{i}+1=<<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"} for i in range(99)
-    ]
-    _write_lines(folder / datasets.GSM8K_FILE, problems)
-    return folder
-
-
-def _write_lines(path: Path, records: list[dict[str, Any]]) -> None:
-    with lzma.open(path, "wt", encoding="utf-8") as handle:
-        handle.writelines(json.dumps(record) + "\n" for record in records)

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgespec.config.table import did_you_mean
-from edgespec.errors import ConfigError, PromptError
+from edgespec.errors import PromptError
 from edgespec.loading.drafts import PROMPTS
 from edgespec.platform.files import given_text
 from edgespec.runtime import Model
@@ -50,30 +49,22 @@ def built_in() -> Domains:
     return domains
 
 
-def with_random_text(found: Domains, vocabulary: Vocabulary, seed: int) -> Domains:
-    """`found` plus prompts of random tokens, control tokens excluded."""
+def random_text(vocabulary: Vocabulary, seed: int) -> Domains:
+    """Prompts of random tokens, control tokens excluded."""
     rng = random.Random(f"{seed} made")
     printing = [token_id for token_id, piece in enumerate(vocabulary.pieces) if piece]
     texts = (vocabulary.decode(rng.choices(printing, k=_RANDOM_TOKENS)) for _ in range(NUM_RANDOM))
-    return {**found, "random_text": [BenchPrompt("random_text", text, is_raw=True) for text in texts]}
+    return {"random_text": [BenchPrompt("random_text", text, is_raw=True) for text in texts]}
 
 
 def choose(
-    domains: Mapping[str, Sequence[BenchPrompt]],
-    names: Collection[str],
-    fits: Callable[[BenchPrompt], bool],
-    *,
-    one_each: bool = False,
+    domains: Mapping[str, Sequence[BenchPrompt]], fits: Callable[[BenchPrompt], bool], *, one_each: bool = False
 ) -> tuple[list[BenchPrompt], int]:
-    """The prompts that `fits` allows, of the domains in `names` (empty: of all), in turns; or the first one of each.
+    """The prompts that `fits` allows, the domains taking turns; or the first one of each.
 
-    Returns how many do not fit, too. Raises ConfigError for an unknown domain, PromptError if no prompt is left.
+    Returns how many do not fit, too. Raises PromptError if no prompt is left.
     """
-    for name in names:
-        if name not in domains:
-            hint = did_you_mean(name, domains) or f"; known here: {', '.join(domains)}"
-            raise ConfigError(f"--domain {name!r} is not known{hint}")
-    rows = [list(dict.fromkeys(domains[name])) for name in dict.fromkeys(names) or domains]
+    rows = [list(dict.fromkeys(prompts)) for prompts in domains.values()]
     fitting = [list(filter(fits, row)) for row in rows]
     longest = 1 if one_each else max(map(len, fitting), default=0)
     chosen = [row[index] for index in range(longest) for row in fitting if index < len(row)]

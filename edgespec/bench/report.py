@@ -240,7 +240,7 @@ def cells(figures: Mapping[str, Any]) -> tuple[str, ...]:
         str(figures["num_trials"]),
         *(f"{rate['median']:.1f}" if rate else UNKNOWN for rate in rates),
         speedup,
-        shown(figures["whole_answer_speedup"], "{:.2f}x"),
+        shown(figures["whole_answer_speedup"]),
         shown(figures["acceptance_rate"], "{:.0%}"),
         shown(figures["mean_accepted_length"], "{:.2f}"),
         {"unknown": "", "undrafted": "nothing drafted"}.get(figures["verdict"], figures["verdict"]),
@@ -248,10 +248,10 @@ def cells(figures: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def median_speedup(figures: Mapping[str, Any]) -> str:
-    return f"{figures['speedup']['median']:.2f}x" if figures["speedup"] else UNKNOWN
+    return shown(figures["speedup"] and figures["speedup"]["median"])
 
 
-def shown(value: float | None, form: str) -> str:
+def shown(value: float | None, form: str = "{:.2f}x") -> str:
     return UNKNOWN if value is None else form.format(value)
 
 

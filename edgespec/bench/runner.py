@@ -50,14 +50,13 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One task with and without speculation, in the `order` of the runs.
+    """One task with and without speculation.
 
     `standard`: plain decoding, which must give the same tokens. `again`: once more, which shows the noise; None in
     repeats.
     """
 
     task: Task
-    order: tuple[str, ...]
     standard: Measurement
     speculative: Measurement
     again: Measurement | None = None
@@ -113,7 +112,7 @@ def run_trials(
     for task, side, measured in runs(model, tasks, sides, is_over, on_token):
         done[side] = measured
         if done.keys() == sides(task).keys():
-            yield Trial(task, tuple(done), done["standard"], done["speculative"], done.get("again"))
+            yield Trial(task, **done)
             done = {}
 
 

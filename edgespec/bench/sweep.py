@@ -115,7 +115,7 @@ def sweep_lines(sweep: Sweep) -> Iterator[str]:
         own, auto = sweep.speedup(best, domain), sweep.speedup(sweep.auto, domain)
         name, rate = "plain decoding" if best == PLAIN else str(best), f"{sweep.side(PLAIN, domain).pooled_rate:.1f}"
         rows.append(
-            (domain or "all", rate, name, _times(own), _times(auto), f"{auto / own:.2f}" if own and auto else "-")
+            (domain or "all", rate, name, shown(own), shown(auto), f"{auto / own:.2f}" if own and auto else "-")
         )
     yield from aligned(rows, right=range(1, 6))
     yield "plain: tokens/s without speculation; speedups are over it. A fixed setting was chosen on these very prompts"
@@ -123,12 +123,8 @@ def sweep_lines(sweep: Sweep) -> Iterator[str]:
     lengths = sorted({choice.length for choice in sweep.choices if isinstance(choice.length, int)})
     table = [("draft length", *map(str, lengths))]
     for drafter in dict.fromkeys(choice.drafter for choice in sweep.choices if choice.is_fixed):
-        table.append((drafter, *(_times(sweep.speedup(Choice(drafter, length))) for length in lengths)))
+        table.append((drafter, *(shown(sweep.speedup(Choice(drafter, length))) for length in lengths)))
     yield from aligned(table, right=range(1, len(lengths) + 1))
-
-
-def _times(value: float | None) -> str:
-    return shown(value, "{:.2f}x")
 
 
 def sweep_json(sweep: Sweep) -> dict[str, Any]:
@@ -316,7 +312,7 @@ def explain_lines(costs: Costs | None, plain: Side, drafted: Side) -> Iterator[s
         return
     yield f"{costs.acceptance:.0%} of tested tokens accepted, drafts in {costs.drafting:.0%} of rounds"
     passes = (f"{_passes(costs, length + 1):.2f}" for length in LENGTHS)
-    expected = (_times(costs.expected(length)) for length in LENGTHS)
+    expected = (shown(costs.expected(length)) for length in LENGTHS)
     rows = [("draft length", *map(str, LENGTHS)), ("a pass", *passes), ("expected", *expected)]
     yield from aligned(rows, right=range(1, len(LENGTHS) + 1))
     yield ""

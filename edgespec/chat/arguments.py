@@ -26,16 +26,16 @@ _ESCAPED = re.compile(r"""\\([\\'"nrt])""")
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t"}
 
 
-def dumped(value: object) -> str:
+def dumped(value: object, separators: tuple[str, str] | None = None) -> str:
     """JSON text that can be sent. Raises ValueError for numbers that JSON does not have."""
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=separators)
     except RecursionError as exc:
         raise ValueError("nested too deeply") from exc
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can write
-        return json.dumps(value, allow_nan=False)
+        return json.dumps(value, allow_nan=False, separators=separators)
     return text
 
 
@@ -204,7 +204,7 @@ class ValueReader:
         return key, self._behind(colon, at)
 
 
-_MOST_REFERENCES = 16
+_MOST_STEPS = 16  # from a schema to the types that it names
 _CHOICES = ("anyOf", "oneOf", "allOf")
 
 
@@ -220,34 +220,20 @@ def required_of(parameters: Mapping[str, Any]) -> list[Any]:
     return found if isinstance(found, list) else []
 
 
-def resolved(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
-    """`schema`, or what it refers to in `root`."""
-    for _ in range(_MOST_REFERENCES):
-        if not isinstance(schema, dict):
-            return {}
-        reference = schema.get("$ref")
-        if not isinstance(reference, str) or not reference.startswith("#/"):
-            return schema
-        schema = _found(root, reference)
-    return {}
-
-
-def _found(root: Mapping[str, Any], reference: str) -> object:
-    found: object = root
-    for part in reference[2:].split("/"):
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found
-
-
 def kinds_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """The types that a schema names."""
-    known = resolved(schema, root)
-    kind = known.get("type")
-    found = {kind} if isinstance(kind, str) else {str(each) for each in kind} if isinstance(kind, list) else set()
-    for name in _CHOICES:
-        for each in known[name] if isinstance(known.get(name), list) and depth < _MOST_REFERENCES else ():
-            found |= kinds_of(each, root, depth + 1)
-    return found
+    """The types that a schema names, through references into `root` and choices."""
+    if not isinstance(schema, Mapping) or depth > _MOST_STEPS:
+        return set()
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        found: object = root
+        for part in reference[2:].split("/"):
+            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        return kinds_of(found, root, depth + 1)
+    kind = schema.get("type")
+    kinds = {kind} if isinstance(kind, str) else {str(each) for each in kind} if isinstance(kind, list) else set()
+    choices = (each for name in _CHOICES if isinstance(schema.get(name), list) for each in schema[name])
+    return kinds.union(*(kinds_of(each, root, depth + 1) for each in choices))
 
 
 def as_typed(text: str, key: str, parameters: Mapping[str, Any]) -> str:

@@ -155,10 +155,7 @@ class AnswerParts:
         """The assistant's message for the next turn, in OpenAI's form; results follow as messages of the role tool."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.tool_calls
-            ]
+            message["tool_calls"] = [call.as_openai() for call in self.tool_calls]
         return message
 
 

@@ -59,6 +59,10 @@ class ToolCall:
         """The arguments as an object."""
         return dict(loaded(self.arguments or "{}"))
 
+    def as_openai(self) -> dict[str, Any]:
+        """The call as a message in OpenAI's form holds it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
 
 class ToolParser:
     """Splits an answer into text and calls. `is_over`: the calls are complete and the model goes on with other text.

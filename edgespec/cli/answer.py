@@ -26,16 +26,14 @@ _FENCE, _PIECES = "```", re.compile(r"\n|[^\S\n]+|\S+")
 
 
 class AnswerPrinter:
-    """Prints the text of events to stdout as it comes; `text` is all of it, unchanged.
+    """Prints the text of events to stdout as it comes.
 
     In a terminal, unless `raw`, words are not broken at the margin, tool calls are shown readably, and with `reasoning`
     the marks of the reasoning are left out and its text is dimmed. Headers of channels are left out elsewhere too: they
-    are no text. The last event ends the line, so that notes on the answer begin a new one. `parts` has reasoning and
-    answer apart, whatever is printed.
+    are no text. `parts` has reasoning and answer apart, whatever is printed.
     """
 
     def __init__(self, *, raw: bool = False, reasoning: tuple[Reasoning, Vocabulary] | None = None) -> None:
-        self.text = ""
         self.parts = ("", "")  # (reasoning, answer); without `reasoning`, all is answer
         self._splitter = None if reasoning is None else AnswerSplitter(reasoning[1], reasoning[0])
         self._is_terminal = sys.stdout.isatty()
@@ -43,7 +41,7 @@ class AnswerPrinter:
         self._wrap, self._calls = WordWrap(), ToolCalls()
         self._dims = self._is_laid_out and has_escapes()
         self._splits = reasoning is not None and (self._dims or reasoning[0].marks.has_channels)
-        self._is_reasoning = self._has_ended = False
+        self._is_reasoning = False
         self._last = ""
 
     def print_all(self, answer: Generation) -> bool:
@@ -57,14 +55,11 @@ class AnswerPrinter:
         return interruption.is_set()
 
     def push(self, event: TokenEvent) -> None:
-        self.text += event.text
         if self._splitter is None:
             self._take("", event.text, event.text)
         else:
             split = self._splitter.push(event.token_id, event.text)
             self._take(split.reasoning, split.text, event.text)
-        if event.finish_reason is not None:
-            self.end_line()
 
     def _take(self, reasoning: str, answer: str, written: str) -> None:
         """Remember two parts of the text, and print them, or what was `written` where no reasoning is told apart."""
@@ -81,10 +76,7 @@ class AnswerPrinter:
         self._print(answer)
 
     def end_line(self) -> None:
-        """Print what was held back and end the line, once; an answer that was stopped has no last event."""
-        if self._has_ended:
-            return
-        self._has_ended = True
+        """Print what was held back and end the line, so that notes on the answer begin a new one."""
         if self._splitter is not None:
             rest = self._splitter.finish()
             self._take(rest.reasoning, rest.text, "")
@@ -149,8 +141,7 @@ class WordWrap:
     be copied. Wide characters (CJK), which need no space between them, are left to the terminal.
     """
 
-    def __init__(self, columns: int | None = None) -> None:
-        self._fixed = columns
+    def __init__(self) -> None:
         self._column = 0
         self._gap = self._word = ""  # what is held back
         self._line = ""  # the first characters of the line
@@ -162,7 +153,7 @@ class WordWrap:
 
     def end(self) -> str:
         """What was held back."""
-        columns = self._fixed or shutil.get_terminal_size().columns
+        columns = shutil.get_terminal_size().columns
         gap, word, self._gap, self._word = self._gap, self._word, "", ""
         self._line = (self._line + gap + word)[: len(_FENCE)]
         is_text = not self._is_code and not self._line.startswith(("  ", "\t", "|"))

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from edgespec.bench.prompts import BenchPrompt, built_in, choose, read_prompts, with_random_text
+from edgespec.bench.prompts import BenchPrompt, built_in, choose, random_text, read_prompts
 from edgespec.bench.report import Report, Side, Summary, check_picture, describe, picture, report_of, shown, table_lines
 from edgespec.bench.runner import Divergence, Task, Trial, first_divergence, run_trials, tasks_of
 from edgespec.bench.sweep import PLAIN, Sweep, costs_of, explain_json, explain_lines, sweep_json, sweep_lines
@@ -39,7 +39,6 @@ _SHOWN_CHARACTERS, _COLUMNS = 44, 110  # of a prompt beside its speed; of a pict
 @click.command(cls=SettingsCommand)
 @settings_options("load", "generate", "sampling", "session", leave_out=_LEFT_OUT)
 @click.option("--prompts", type=_PATH, metavar="FILE", help="One prompt per line  [built-in prompts]")
-@click.option("--domain", "domains", multiple=True, metavar="NAME", help="Only this domain; repeatable")
 @click.option("--repeat", type=click.IntRange(1), help="Runs of each prompt  [default: 3; 1 with --sweep]")
 @click.option("--sweep", is_flag=True, help="Try every drafter and draft length; show the best beside auto")
 @click.option("--explain", is_flag=True, help="Show costs, acceptance, the speedup to expect, what would help")
@@ -49,7 +48,6 @@ def command(
     model_name: str | None,
     config_file: Path | None,
     prompts: Path | None,
-    domains: tuple[str, ...],
     repeat: int | None,
     sweep: bool,
     explain: bool,
@@ -67,18 +65,17 @@ def command(
         if sweep:
             raise ConfigError("--plot draws the comparison with plain decoding: leave --sweep out")
         check_picture("--plot", plot)
-    sources = built_in() if prompts is None else read_prompts(prompts)
+    domains = built_in() if prompts is None else read_prompts(prompts)
     # The same prompts when the command is given again.
     usual = {"seed": 0, "max_tokens": SWEEP_TOKENS if sweep else DEFAULT_TOKENS}
     session = open_measured(settings, "bench", usual)
     with session.model:
-        known = with_random_text(sources, session.model.target.vocabulary, session.seed)
-        if prompts is not None:  # all of a user's own file
-            domains = domains or tuple(sources)
+        if prompts is None:
+            domains |= random_text(session.model.target.vocabulary, session.seed)
         most = session.model.context_length - (session.options.max_tokens or 0)
         encode = partial(_encode, session)
         chosen, too_long = choose(
-            known, domains, lambda prompt: len(encode(prompt)) <= most, one_each=sweep and prompts is None
+            domains, lambda prompt: len(encode(prompt)) <= most, one_each=sweep and prompts is None
         )
         if too_long:
             note(f"left out: {too_long} prompts, too long for the context with a full answer")
@@ -151,7 +148,7 @@ def _trial_line(trial: Trial) -> str:
     text = " ".join(prompt.text.split())
     text = text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
     plain, drafted = (side.stats.tokens_per_second for side in (trial.standard, trial.speculative))
-    ratio = shown(trial.speedup, "{:.2f}x") if trial.speculative.stats.drafted_tokens else "nothing drafted"
+    ratio = shown(trial.speedup) if trial.speculative.stats.drafted_tokens else "nothing drafted"
     return f"{prompt.domain:<15}  {text:<{_SHOWN_CHARACTERS}}  {plain:.1f} -> {drafted:.1f}  {ratio}"
 
 

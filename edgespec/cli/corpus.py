@@ -84,7 +84,8 @@ def ls(model: str | None) -> int:
         rows = [("name", "tokens", "files", "MiB", "added", "from")]
         for text in texts:
             counts = str(text.num_tokens), str(text.num_documents), f"{text.num_bytes / _MIB:.1f}"
-            rows.append((printable(text.name), *counts, _date_of(text.added_s), printable(text.source)))
+            added = datetime.fromtimestamp(text.added_s, UTC).date().isoformat()
+            rows.append((printable(text.name), *counts, added, printable(text.source)))
         for line in aligned(rows, right=(1, 2, 3)) if texts else ():
             click.echo(line)
         total = sum(text.num_bytes for text in texts)
@@ -137,14 +138,6 @@ def _encoded(documents: Documents, vocabulary: Vocabulary) -> list[TokenIds]:
     if not found:
         raise ConfigError(f"{documents.path} contains no text in UTF-8: give a folder that does")
     return found
-
-
-def _date_of(seconds: float) -> str:
-    """The day, in UTC; a clock that was far off, or another program, may have written a time that has none."""
-    try:
-        return datetime.fromtimestamp(seconds, UTC).date().isoformat()
-    except (OverflowError, ValueError, OSError):
-        return "unknown"
 
 
 def _described(text: CorpusText) -> str:

@@ -178,13 +178,9 @@ def describe_library() -> dict[str, Any]:
     from edgespec.engines.llamacpp.library import library, version
 
     try:
-        llama = library()
+        llama, found = library(), devices.devices()
     except CapabilityError as exc:
         return {"available": False, "reason": str(exc)}
-    try:
-        found = devices.devices()
-    except CapabilityError:  # it does not export the question
-        found = [devices.Device("CPU", "the processor", "cpu", 0, 0)]
     return {
         "available": True,
         "version": version(),

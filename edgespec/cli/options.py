@@ -16,22 +16,6 @@ from edgespec.config.sources import Settings, resolve
 from edgespec.config.table import CALLED, INSTEAD, Part, Setting
 from edgespec.errors import ConfigError
 
-
-class _Value(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click only
-    """What a setting may be, read as in the environment."""
-
-    def __init__(self, setting: Setting) -> None:
-        self._setting, self.name = setting, setting.kind
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return self._setting.read(value, f"--{self._setting.key}") if isinstance(value, str) else value
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        if self._setting.kind in ("path", "contents"):
-            return [CompletionItem(incomplete, type="file")]
-        return [CompletionItem(choice) for choice in self._setting.choices if choice.startswith(incomplete)]
-
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 _MODEL = click.argument("model_name", metavar="[MODEL]", required=False, shell_complete=complete_model)
 
@@ -75,12 +59,20 @@ def verbosity_option(*flags: str, help: str) -> Callable[[Function], Function]:
 
 
 def _option(setting: Setting, *, hidden: bool) -> Callable[[Function], Function]:
+    def read(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        return setting.read(value, f"--{setting.key}") if isinstance(value, str) else value
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        if setting.kind in ("path", "contents"):
+            return [CompletionItem(incomplete, type="file")]
+        return [CompletionItem(choice) for choice in setting.choices if choice.startswith(incomplete)]
+
     flags = list(setting.flags)
     kwargs: dict[str, Any] = {"default": None, "multiple": setting.kind == "texts", "hidden": hidden}
     if setting.kind == "switch":
         flags[-1] += f"/--no-{setting.key}"
     else:
-        kwargs["type"] = str if setting.kind == "texts" else _Value(setting)
+        kwargs |= {"type": str, "callback": read, "shell_complete": complete}
     return click.option(setting.name, *flags, cls=SettingOption, setting=setting, **kwargs)
 
 

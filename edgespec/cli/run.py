@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import select
@@ -16,11 +15,10 @@ import click
 from edgespec.cli.chat import command as chat
 from edgespec.cli.chat import settings_with_model
 from edgespec.cli.main import FAILED, INTERRUPTED
-from edgespec.cli.options import GroupedOption, SettingsCommand, settings_options
+from edgespec.cli.options import SettingsCommand, settings_options
 from edgespec.cli.session import Session, open_session, require_chat_template, show_beginning
 from edgespec.cli.terminal import complain, counted, is_interactive, length_note, note, stops
 from edgespec.config.options import SessionOptions
-from edgespec.config.values import MAX_TOP_LOGPROBS
 from edgespec.errors import ConfigError, PromptError
 from edgespec.generation.handle import Result
 from edgespec.loading.registry import is_known
@@ -40,22 +38,12 @@ FIRST_BYTE_S = 10.0
 @click.argument("words", nargs=-1, metavar="[PROMPT]")
 @click.option("-p", "--prompt", metavar="TEXT|-", help="The prompt, before piped text; -: piped text alone")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text")
-@click.option(
-    "--logprobs",
-    type=click.IntRange(0, MAX_TOP_LOGPROBS),
-    cls=GroupedOption,
-    group="Output",
-    is_basic=False,
-    metavar="N",
-    help="With --json: log probabilities of the tokens, and of the N likeliest in each place",
-)
 def command(
     model_name: str | None,
     words: tuple[str, ...],
     config_file: Path | None,
     prompt: str | None,
     as_json: bool,
-    logprobs: int | None,
     **given: Any,
 ) -> int:
     """Answer PROMPT, or what is piped; without one, chat. --no-chat-template continues it.
@@ -71,14 +59,12 @@ def command(
         return int(click.get_current_context().invoke(chat, model_name=model_name, config_file=config_file, **given))
     settings = settings_with_model(given, model_name, config_file)
     SessionOptions(**settings.part("session"))  # before the prompt is waited for
-    if logprobs is not None and not as_json:
-        raise ConfigError("--logprobs needs --json: text has no place for them")
     text = read_prompt(prompt)
     require_chat_template(settings)
     session = open_session(settings, remembers=True)
     with session.model:
         prompt_ids = encode_prompt(session, text)
-        return _print_json(session, prompt_ids, logprobs) if as_json else _print_text(session, prompt_ids)
+        return _print_json(session, prompt_ids) if as_json else _print_text(session, prompt_ids)
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -145,8 +131,7 @@ def encode_prompt(session: Session, text: str) -> list[int]:
 
 
 def _print_text(session: Session, prompt_ids: list[int]) -> int:
-    options = dataclasses.replace(session.options, logprobs=False)
-    answer = session.model.stream(prompt_ids, session.sampling, options)  # checks the prompt before anything is said
+    answer = session.stream(prompt_ids)  # checks the prompt before anything is said
     printer = session.printer(prompt_ids)
     show_beginning(session)
     is_stopped = printer.print_all(answer)
@@ -155,20 +140,14 @@ def _print_text(session: Session, prompt_ids: list[int]) -> int:
     return INTERRUPTED if is_stopped else code
 
 
-def _print_json(session: Session, prompt_ids: list[int], logprobs: int | None) -> int:
-    """`logprobs`: how many of the likeliest tokens are told with theirs in each place; None: no log probabilities."""
-    options = dataclasses.replace(session.options, logprobs=logprobs is not None, top_logprobs=logprobs or 0)
-    answer, code = session.model.stream(prompt_ids, session.sampling, options), 0
+def _print_json(session: Session, prompt_ids: list[int]) -> int:
+    answer, code = session.stream(prompt_ids), 0
     with stops(answer.cancel) as interruption:
         show_beginning(session)
         if not interruption.is_set():
             result = answer.result()
             session.show_notes(result.stats)
-            found = result_object(session, result)
-            if logprobs is not None:
-                found["logprobs"] = result.logprobs
-                found["top_logprobs"] = result.top_logprobs
-            click.echo(json.dumps(found, allow_nan=False))
+            click.echo(json.dumps(result_object(session, result), allow_nan=False))
             code = _code_of(session, result.stats)
     return INTERRUPTED if interruption.is_set() else code
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -134,7 +134,7 @@ def served_models(settings: Sequence[Settings], options: ServeOptions) -> list[S
         service = Service(name, limits, aliases=tuple(others), **shared)
         served = Served(each, pair, service, parallel, memory)
         if found:  # the first is loaded at once
-            served.check()
+            served.known()
         service.begin(served)
         found.append(service)
     if memory is not None:
@@ -176,7 +176,6 @@ class Served:
     service: Service
     parallel: NumSequences
     memory: SharedMemory | None = None
-    context: click.Context = field(default_factory=click.get_current_context)
     has_begun: bool = False
 
     @property
@@ -185,31 +184,25 @@ class Served:
 
     def load(self) -> None:
         """Give the service its model."""
-        with self.context.scope(cleanup=False):  # click knows its context by thread
-            settings = self.settings if self.memory is None else self.memory.share(self.settings)
-            session = open_session(settings, remembers=True, parallel=self.parallel)
-            if self.memory is not None:
-                self.memory.keep(session.model)
-            self.service.use(session.model, self.sampling, session.options, session.shown.reasoning_format)
-            if not self.has_begun:
-                show_beginning(session)
-            self.has_begun = True
-
-    def check(self) -> None:
-        """Raises what a load would raise of files that are missing, damaged or lack something."""
-        self.known()
+        settings = self.settings if self.memory is None else self.memory.share(self.settings)
+        session = open_session(settings, remembers=True, parallel=self.parallel)
+        if self.memory is not None:
+            self.memory.keep(session.model)
+        self.service.use(session.model, self.sampling, session.options, session.shown.reasoning_format)
+        if not self.has_begun:
+            show_beginning(session)
+        self.has_begun = True
 
     def fits(self) -> bool:
         """Whether there is memory for it beside the models that are loaded."""
         return self.memory is None or self.memory.fits(replace(self.options, parallel=self.parallel), self.pair)
 
     def known(self) -> Known:
-        """What is told of it before it is loaded. Raises as `check`."""
+        """What is told of it before it is loaded. Raises what a load would raise of its files."""
         from edgespec.server.service import Known
 
         most = GenerateOptions(**self.settings.part("generate")).max_tokens
-        with self.context.scope(cleanup=False):
-            return Known.read(self.options, resolve_pair(self.options), self.sampling, most)
+        return Known.read(self.options, resolve_pair(self.options), self.sampling, most)
 
     @property
     def sampling(self) -> Sampling:

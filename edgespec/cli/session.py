@@ -30,6 +30,7 @@ from edgespec.config.sources import Settings
 from edgespec.config.values import RANDOM_SEED, NumSequences
 from edgespec.drafters.spec import learnt_texts
 from edgespec.errors import ConfigError, EdgespecError, PromptError, StateError
+from edgespec.generation.handle import Generation
 from edgespec.loading.opening import has_chat_template
 from edgespec.loading.requirements import resolve_pair
 from edgespec.platform.files import exists, write_errors
@@ -80,6 +81,10 @@ class Session:
         chosen = {} if self.shown.thinking is None else {"enable_thinking": self.shown.thinking}
         prompt_ids = self.model.encode_chat(messages, template_arguments=chosen)
         return before_structure(self.model.target.vocabulary, prompt_ids, self.options, answer_prefix(messages))
+
+    def stream(self, prompt_ids: Sequence[int]) -> Generation:
+        """The answer to a prompt. Raises as `Model.stream`."""
+        return self.model.stream(prompt_ids, self.sampling, replace(self.options, logprobs=False))
 
     @property
     def splits_reasoning(self) -> bool:
@@ -261,7 +266,7 @@ class Chat:
             self._make_room()
             prompt_ids = session.encode(self.conversation.messages)
             printer = session.printer(prompt_ids, prefix)
-            answer = session.model.stream(prompt_ids, session.sampling, replace(session.options, logprobs=False))
+            answer = session.stream(prompt_ids)
             self.last = answer.stats
             if printer.print_all(answer):
                 note("stopped")

@@ -17,7 +17,6 @@ from edgespec.config.sources import Settings, find
 from edgespec.config.table import CALLED, Setting, did_you_mean
 from edgespec.config.values import RANDOM_SEED, aligned
 from edgespec.errors import ConfigError, EdgespecError
-from edgespec.loading.registry import SUFFIXES, is_known
 from edgespec.platform.files import exists, expanded, given_text
 from edgespec.platform.machine import reset_peak
 
@@ -78,9 +77,6 @@ def _save(chat: Chat, argument: str) -> None:
 
 def _load(chat: Chat, argument: str) -> None:
     path = expanded(argument)
-    if path.suffix in SUFFIXES or (not exists(path) and is_known(argument)):  # Ollama loads models with it, too
-        _model(chat, argument)
-        return
     chat.conversation = Conversation.load(path)
     turns = chat.conversation.turns
     if earlier := max(len(turns) - _SHOWN_TURNS, 0):

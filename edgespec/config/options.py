@@ -56,7 +56,8 @@ _MAX_BIAS = 1e30  # finite in float32 even after a logit is added
 _MAX_WAIT_S = 10**9
 _model, _hardware, _speculation = Section("load", "Model"), Section("load", "Hardware"), Section("load", "Speculation")
 _sampling, _answer = Section("sampling", "Sampling"), Section("generate", "Answer")
-_prompt, _output, _serve = Section("session", "Answer"), Section("session", "Output"), Section("serve", "Options")
+_prompt, _output = Section("session", "Answer"), Section("session", "Output")
+_serve = Section("serve", "Options").basic
 STRUCTURES = ("json_schema", "grammar", "regex")
 
 
@@ -117,8 +118,8 @@ class LoadOptions:
     """
 
     model: str = _model("demo", "-m --model MODEL", "Same as MODEL [demo]", check=as_model)
-    draft: Path | None = _model(
-        None, "-md --model-draft --draft-model", "Draft model, a GGUF or ONNX file [the pair's]", basic=True
+    draft: Path | None = _model.basic(
+        None, "-md --model-draft --draft-model", "Draft model, a GGUF or ONNX file [the pair's]"
     )
     medium: Path | None = _model(None, "--medium", "Model between draft and target, for --drafter hierarchical")
     exit_layer: int | None = _model(
@@ -131,24 +132,22 @@ class LoadOptions:
     pooling: PoolingName | None = _model(
         None, "--pooling", "GGUF: what of a text is its embedding, where the file does not say"
     )
-    context_length: ContextLength | None = _model(
+    context_length: ContextLength | None = _model.basic(
         None,
         "-c --ctx-size N|auto|max",
         "Context in tokens; max or 0: the model's own; auto: what fits [the model's, at most 4096]",
-        basic=True,
         check=as_context_length,
     )
     draft_context_length: int | None = _model(
         None, "-cd --ctx-size-draft", "Context size of the draft model [the draft's, at most 4096]", check=number(16)
     )
     engine: EngineName = _hardware("auto", "--engine", "Inference engine")
-    threads: int | None = _hardware(None, "-t --threads", "CPU threads [free fast cores]", basic=True, check=number(1))
+    threads: int | None = _hardware.basic(None, "-t --threads", "CPU threads [free fast cores]", check=number(1))
     parallel: NumSequences = _hardware(1, check=number(1, MAX_PARALLEL, words=("auto",)))
-    gpu_layers: GpuLayers | None = _hardware(
+    gpu_layers: GpuLayers | None = _hardware.basic(
         None,
         "-ngl --gpu-layers N",
         "GGUF: layers on the GPU, -1: all; auto: what fits",
-        basic=True,
         check=number(-1, words=("auto",)),
     )
     draft_gpu_layers: int | None = _hardware(
@@ -187,21 +186,17 @@ class LoadOptions:
     provider: ProviderName = _hardware("auto", "--provider", "ONNX: device")
     cache_type_k: CacheType | None = _hardware(None, "-ctk --cache-type-k", "Type of cached keys [f16, ONNX f32]")
     cache_type_v: CacheType | None = _hardware(None, "-ctv --cache-type-v", "Type of cached values [f16, ONNX f32]")
-    memory: str | int | None = _hardware(
+    memory: str | int | None = _hardware.basic(
         None,
         "--memory 6GiB|80%|auto",
         "Memory budget: a size, a share of the free memory, or auto [all free memory]",
-        basic=True,
         check=as_given(budget_bytes),
     )
-    drafter: DrafterName = _speculation(
-        "auto", "--drafter NAME", "How tokens are drafted; none: not at all", basic=True
-    )
-    draft_length: DraftLength = _speculation(
+    drafter: DrafterName = _speculation.basic("auto", "--drafter NAME", "How tokens are drafted; none: not at all")
+    draft_length: DraftLength = _speculation.basic(
         "auto",
         "--draft-length --num-draft-tokens --draft-max N|auto",
         "Draft tokens per step",
-        basic=True,
         check=number(0, MAX_DRAFT_LENGTH, words=("auto",)),
     )
     max_slowdown: float | None = _speculation(
@@ -211,11 +206,11 @@ class LoadOptions:
         check=number(0, 1, is_whole=False),
     )
     verify: RuleName = _speculation("coupled", "--verify", "Rule that accepts or rejects draft tokens")
-    reproducible: bool | None = _speculation(
-        None, "--reproducible", "Same text as without speculation [on if free]", basic=True
+    reproducible: bool | None = _speculation.basic(
+        None, "--reproducible", "Same text as without speculation [on if free]"
     )
     corpus: bool = _speculation(True, "--corpus", "Also draft from your texts (edgespec corpus add)")
-    learn: bool = _speculation(False, "--learn", "Store answers on this disk, draft from them", basic=True)
+    learn: bool = _speculation.basic(False, "--learn", "Store answers on this disk, draft from them")
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -316,15 +311,11 @@ class Sampling:
     Raises SamplingError for a value that is out of range, not finite or of another type (bool is not a number).
     """
 
-    temperature: float = _sampling(
-        0.8, "--temp --temperature", "Temperature; 0 is greedy", basic=True, check=_limited(0, MAX_TEMPERATURE)
+    temperature: float = _sampling.basic(
+        0.8, "--temp --temperature", "Temperature; 0 is greedy", check=_limited(0, MAX_TEMPERATURE)
     )
-    top_k: int = _sampling(
-        40,
-        "--top-k",
-        "Keep the N most likely tokens; 0 keeps all",
-        basic=True,
-        check=_counted(-1, hint="0 or -1 keeps all"),
+    top_k: int = _sampling.basic(
+        40, "--top-k", "Keep the N most likely tokens; 0 keeps all", check=_counted(-1, hint="0 or -1 keeps all")
     )
     top_p: float = _sampling(
         0.95, "--top-p", "Keep the most likely tokens up to probability X; 1 keeps all", check=_limited(0, 1)
@@ -348,8 +339,8 @@ class Sampling:
         64, "--repeat-last-n", "How many tokens count as recent; -1: all", check=_counted(-1)
     )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = _sampling(
-        None, "--seed", "Random seed; -1 draws one [random]", basic=True, check=_counted(-(2**63), 2**64 - 1)
+    seed: int | None = _sampling.basic(
+        None, "--seed", "Random seed; -1 draws one [random]", check=_counted(-(2**63), 2**64 - 1)
     )
 
     def __post_init__(self) -> None:
@@ -397,12 +388,8 @@ class GenerateOptions:
     Raises ConfigError for a value that is not allowed.
     """
 
-    max_tokens: int | None = _answer(
-        None,
-        "-n --max-tokens",
-        "Most tokens of an answer [until it ends]",
-        basic=True,
-        check=number(1, words=(NO_LIMIT,)),
+    max_tokens: int | None = _answer.basic(
+        None, "-n --max-tokens", "Most tokens of an answer [until it ends]", check=number(1, words=(NO_LIMIT,))
     )
     stop: str | Sequence[str] = _answer(
         (), "--stop", "Text that ends the answer; repeatable", kind="texts", check=as_texts
@@ -414,13 +401,8 @@ class GenerateOptions:
     logprobs: bool = _answer(True)
     top_logprobs: int = _answer(0, check=number(0, MAX_TOP_LOGPROBS))
     max_wait_s: float | None = _answer(None, check=number(0, _MAX_WAIT_S, is_whole=False))
-    json_schema: Mapping[str, Any] | str | None = _answer(
-        None,
-        "--json-schema FILE|JSON",
-        "Answer with JSON that matches this schema",
-        basic=True,
-        kind="contents",
-        check=as_schema,
+    json_schema: Mapping[str, Any] | str | None = _answer.basic(
+        None, "--json-schema FILE|JSON", "Answer with JSON that matches this schema", kind="contents", check=as_schema
     )
     grammar: str | None = _answer(
         None, "--grammar FILE", "Answer with text that follows this Lark or GBNF grammar", kind="contents"
@@ -468,7 +450,7 @@ class SessionOptions:
     `raw`: print the text exactly as the model wrote it in a terminal too, without word wrap or readable tool calls.
     """
 
-    system: str | None = _prompt(None, "-s --system", "System prompt", basic=True)
+    system: str | None = _prompt.basic(None, "-s --system", "System prompt")
     chat_template: bool = _prompt(True, "--chat-template", "Put the prompt into the chat template")
     thinking: bool | None = _prompt(None, "--thinking --think", "Let the model reason before it answers, if it can")
     reasoning_format: ReasoningFormat = _output(
@@ -476,7 +458,7 @@ class SessionOptions:
         "--reasoning-format",
         "Reasoning before an answer: kept separate (auto, deepseek) or left in the text (none)",
     )
-    stats: bool = _output(False, "--stats", "Show speed and acceptance after each answer", basic=True)
+    stats: bool = _output.basic(False, "--stats", "Show speed and acceptance after each answer")
     raw: bool = _output(False, "--raw", "In a terminal: no word wrap, tool calls as the model wrote them")
 
     def __post_init__(self) -> None:
@@ -497,59 +479,43 @@ class ServeOptions:
     Raises ConfigError for a value that is not allowed.
     """
 
-    host: str = _serve("127.0.0.1", "--host ADDRESS", "Address to listen on [127.0.0.1: this machine only]", basic=True)
-    port: int = _serve(8080, "--port", "Port; 0 chooses a free one", basic=True, check=number(0, 65535))
+    host: str = _serve("127.0.0.1", "--host ADDRESS", "Address to listen on [127.0.0.1: this machine only]")
+    port: int = _serve(8080, "--port", "Port; 0 chooses a free one", check=number(0, 65535))
     api_key: str | None = _serve(
-        None, "--api-key KEY", "Key that clients must send; better in EDGESPEC_API_KEY [any key]", basic=True
+        None, "--api-key KEY", "Key that clients must send; better in EDGESPEC_API_KEY [any key]"
     )
     alias: tuple[str, ...] = _serve(
-        (), "--alias NAME", "Name for clients; NAME=MODEL: of another model [its own]", basic=True, check=as_texts
+        (), "--alias NAME", "Name for clients; NAME=MODEL: of another model [its own]", check=as_texts
     )
     parallel: NumSequences | None = _serve(
         None,
         "-np --parallel N",
         "Answers generated at once, each with its own context; others wait [up to 4 on our kernels, else 1]",
-        basic=True,
         check=number(1, MAX_PARALLEL, words=("auto",)),
     )
-    max_queue: int = _serve(
-        32, "--max-queue", "Requests that may wait; more get 429", basic=True, check=number(0, 4096)
-    )
+    max_queue: int = _serve(32, "--max-queue", "Requests that may wait; more get 429", check=number(0, 4096))
     timeout: float = _serve(
-        3600.0,
-        "--timeout S",
-        "Seconds per request, waiting included",
-        basic=True,
-        check=number(0.001, _MAX_WAIT_S, is_whole=False),
+        3600.0, "--timeout S", "Seconds per request, waiting included", check=number(0.001, _MAX_WAIT_S, is_whole=False)
     )
-    exit_with_stdin: bool = _serve(
-        False, "--exit-with-stdin", "Exit when standard input closes: the parent has ended", basic=True
-    )
-    stdio: bool = _serve(False, "--stdio", "Speak JSON lines on standard streams instead of HTTP", basic=True)
-
+    exit_with_stdin: bool = _serve(False, "--exit-with-stdin", "Exit when standard input closes: the parent has ended")
+    stdio: bool = _serve(False, "--stdio", "Speak JSON lines on standard streams instead of HTTP")
     cors_origin: tuple[str, ...] = _serve(
-        (),
-        "--cors-origin ORIGIN",
-        "Web page that may call, * for all; repeatable [local ones]",
-        basic=True,
-        check=as_texts,
+        (), "--cors-origin ORIGIN", "Web page that may call, * for all; repeatable [local ones]", check=as_texts
     )
     allowed_host: tuple[str, ...] = _serve(
         (),
         "--allowed-host NAME",
         "Name by which clients may call this machine; repeatable [local ones; any with another --host]",
-        basic=True,
         check=as_texts,
     )
     idle_unload: float | None = _serve(
         None,
         "--idle-unload S",
         "Unload a model after S seconds without a request [never]",
-        basic=True,
         check=number(-_MAX_WAIT_S, _MAX_WAIT_S, is_whole=False),
     )
     models_max: int = _serve(
-        1, "--models-max --max-models", "Of several models, how many may be loaded at once", basic=True, check=number(1)
+        1, "--models-max --max-models", "Of several models, how many may be loaded at once", check=number(1)
     )
 
     def __post_init__(self) -> None:

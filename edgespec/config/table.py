@@ -34,28 +34,28 @@ class Section:
 
     part: Part
     title: Group
+    is_basic: bool = False
+
+    @property
+    def basic(self) -> Section:
+        """For fields that --help lists; those of others only --help-all does."""
+        return replace(self, is_basic=True)
 
     def __call__(
-        self,
-        default: Value,
-        flags: str = "",
-        help: str = "",
-        *,
-        basic: bool = False,
-        kind: Kind | None = None,
-        check: Check | None = None,
+        self, default: Value, flags: str = "", help: str = "", *, kind: Kind | None = None, check: Check | None = None
     ) -> Value:
         """A field; without flags it is Python's alone.
 
         `flags`: all spellings on the command line, of which the first long one is the option's key; a word without a
         dash is the placeholder of its value. `help` says in brackets what holds if the option is not given, where that
-        is no fixed default. `basic`: listed by --help, the others by --help-all only. `kind`, `check`: where the type
-        does not say all.
+        is no fixed default. `kind`, `check`: where the type does not say all.
         """
         words = flags.split()
         spelled = tuple(word for word in words if word.startswith("-"))
         metavar = "".join(word for word in words if not word.startswith("-"))
-        about = Setting("", default, kind or "text", (), self.part, self.title, spelled, metavar, help, basic, check)
+        about = Setting(
+            "", default, kind or "text", (), self.part, self.title, spelled, metavar, help, self.is_basic, check
+        )
         made: Value = field(default=default, metadata={"setting": about, "kind": kind})
         return made
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,7 +39,7 @@ METHOD = 8  # part of the cache key: raise it when what is kept changes
 _LIBRARIES = {"llamacpp": "llama-cpp-python", "onnx": "onnxruntime"}
 
 
-def cost_key(engine: Engine, files: Iterable[Path | FileVersion]) -> str:
+def cost_key(engine: Engine, files: Iterable[FileVersion]) -> str:
     """A key of everything that the time of a pass depends on: files, library, machine, device, threads, cache."""
     from importlib.metadata import PackageNotFoundError, version  # 5 ms that only a first load needs
 
@@ -49,7 +48,7 @@ def cost_key(engine: Engine, files: Iterable[Path | FileVersion]) -> str:
         library = version(_LIBRARIES[facts.name])
     return key_of(
         METHOD,
-        [file_key(file) for file in files],
+        list(files),
         (facts.name, library, processor()),
         (facts.device, facts.threads, facts.kv_bytes_per_token, facts.pinned_class),
         *((facts.placement,) if facts.placement else ()),

@@ -19,10 +19,9 @@ from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound
 from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import head_kind_of
-from edgespec.installation import require_engine
+from edgespec.installation import has_memory_limit, require_engine
 from edgespec.platform import disk_cache
 from edgespec.platform.disk_cache import file_key, key_of
-from edgespec.platform.machine import has_address_limit
 
 PROBE_VERSION = 4  # increase it when the trial finds more faults, so that files are tried again
 ALLOWED_S = 300.0  # for each model
@@ -40,7 +39,11 @@ class Trial(Closing):
             _check_header(path)
         keys = {path: _trial_key(path) for path, trusted in is_trusted.items() if not trusted}
         self._keys = {path: key for path, key in keys.items() if not disk_cache.get("probed", key, bool)}
-        self._child = new_child(list(self._keys)) if self._keys else None
+        self._child: Child | None = None
+        if self._keys:
+            self._child = Child(__name__)
+            for path in self._keys:
+                self._child.ask(fault_of, path)
 
     def require_sound(self) -> None:
         """Wait until the child has tried all models, and remember that. Raises ModelFileError."""
@@ -59,16 +62,8 @@ class Trial(Closing):
             self._child = None
 
 
-def new_child(paths: Sequence[Path]) -> Child:
-    """A child that tries `paths` in turn; `fault_in` waits for it."""
-    child = Child(__name__)
-    for path in paths:
-        child.ask(_fault_of, path)
-    return child
-
-
 def fault_in(child: Child, path: Path, allowed_s: float = ALLOWED_S) -> str | None:
-    """Wait until `child` has tried the next of its paths: what is wrong with it, or None."""
+    """Wait until `child` has tried `path`, the next that it was asked for: what is wrong with it, or None."""
     try:
         fault: str | None = child.answer(limit_s=allowed_s)
     except TimeoutError:
@@ -81,13 +76,8 @@ def fault_in(child: Child, path: Path, allowed_s: float = ALLOWED_S) -> str | No
     return fault
 
 
-def is_graph(path: Path) -> bool:
-    """Whether it is an ONNX model; others are GGUF files."""
-    return path.suffix == ".onnx"
-
-
 def _check_header(path: Path) -> None:
-    if is_graph(path):
+    if path.suffix == ".onnx":
         require_engine("onnx", path.name)
         return
     check_gguf(path)
@@ -95,14 +85,16 @@ def _check_header(path: Path) -> None:
 
 
 def _trial_key(path: Path) -> str:
+    packages = ("onnxruntime", "tokenizers") if path.suffix == ".onnx" else ("llama-cpp-python",)
     versions = ""
     with suppress(PackageNotFoundError):
-        versions = " ".join(map(version, ("onnxruntime", "tokenizers") if is_graph(path) else ("llama-cpp-python",)))
-    return key_of(PROBE_VERSION, versions, tuple(map(file_key, _files(path))))
+        versions = " ".join(map(version, packages))
+    return key_of(PROBE_VERSION, versions, tuple(map(file_key, files_of(path))))
 
 
-def _files(path: Path) -> Sequence[Path]:
-    if not is_graph(path):
+def files_of(path: Path) -> Sequence[Path]:
+    """All files that the model is opened from, `path` first."""
+    if path.suffix != ".onnx":
         return model_files(path)
     from edgespec.engines.onnx.source import all_files
 
@@ -114,10 +106,10 @@ def _files(path: Path) -> Sequence[Path]:
 # -- in the child
 
 
-def _fault_of(path: Path) -> str | None:
+def fault_of(path: Path) -> str | None:
     """Use a model as the engine will. The reason when it cannot be used, else None."""
     try:
-        if is_graph(path):
+        if path.suffix == ".onnx":
             from edgespec.engines.onnx.source import try_folder
 
             try_folder(path)
@@ -140,7 +132,7 @@ def _try_gguf(path: Path) -> str | None:
         try_head(path)
         return None
     small: dict[str, Any] = {"context_length": 16, "threads": 1, "is_repacked": False}
-    small["check_tensors"] = not has_address_limit()
+    small["check_tensors"] = not has_memory_limit()
     fault = ""
     if gives_only_embeddings(read_header(path)):
         with EncoderEngine.load(path, **small) as encoder:

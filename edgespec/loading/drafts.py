@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from typing import NamedTuple
 from edgespec.drafters.mapped import MappedSequence, VocabularyMap, map_vocabulary
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.trial import files_of
 from edgespec.errors import CapabilityError, ConfigError, EdgespecError, VocabularyMismatch
 from edgespec.formats.gguf.check import HEAD_NAMES, main_layers, require_language_model
 from edgespec.formats.gguf.header import keeping_headers, read_header
@@ -24,7 +25,7 @@ from edgespec.formats.gguf.heads import check_cache, head_kind_of, read_head
 from edgespec.formats.gguf.tables import EXPERT_KEYS
 from edgespec.formats.manifest import ModelFile, read_pair
 from edgespec.loading.catalogue import Entry, entries
-from edgespec.loading.own_models import files_of, fits
+from edgespec.loading.own_models import fits
 from edgespec.loading.registry import is_known, models_folder, registered_folders, resolve
 from edgespec.loading.requirements import has_fast_kernels, runs_on_kernels
 from edgespec.platform.files import shipped_models
@@ -188,10 +189,10 @@ class Candidate:
     leaves_kernels: bool = False
     cost: float = LEAST_COST
     right: float = RIGHT_OF_FAMILY
-    gain: float = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "gain", expected_gain(self.cost, self.right))
+    @property
+    def gain(self) -> float:
+        return expected_gain(self.cost, self.right)
 
     @property
     def is_worth_it(self) -> bool:
@@ -203,13 +204,18 @@ def find_aim(text: str) -> Aim:
     if is_known(text) or text.lower() not in entries():
         pair = resolve(text)
         file = pair.files["target"]
-        made = file if file.parts else files_of(file.path)
+        made = file if file.parts else _model_of(file.path)
         entry = _entry_like(pair.name) or _entry_like(pair.target.name)
         return Aim(pair.name, made.all_bytes, made, entry, pair.draft)
     entry = entries()[text.lower()]
     if entry.draft_only:
         raise ConfigError(f"{entry.name} is only useful as a draft: give the target that it is for")
     return Aim(entry.name, entry.guessed_bytes(), None, entry)
+
+
+def _model_of(path: Path) -> ModelFile:
+    first, *others = files_of(path)
+    return ModelFile(first, parts=tuple(map(ModelFile, others)))
 
 
 def _entry_like(name: str) -> Entry | None:
@@ -303,7 +309,7 @@ def _files_here(target: ModelFile) -> dict[str, ModelFile]:
     for path in sorted(beside, key=lambda each: each.stat().st_size)[:_MOST_NEIGHBOURS]:
         with contextlib.suppress(EdgespecError):  # an mmproj or an embedding model, which is no draft of anything
             require_language_model(path, read_header(path))
-            found[str(path)] = files_of(path)
+            found[str(path)] = _model_of(path)
     return found
 
 

@@ -5,7 +5,7 @@ Not what a load measures, or whether it succeeds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -34,13 +34,13 @@ from edgespec.engines.model_use import WINDOW, ModelUse
 from edgespec.engines.trial import Trial
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, UsageError
 from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files, require_language_model
-from edgespec.formats.gguf.header import keeping_headers, read_header
+from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import HeadForm, read_head
 from edgespec.formats.head_file import HeadFile, read_head_file
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
 from edgespec.loading.download import check_hash
 from edgespec.loading.drafts import draft_cache
-from edgespec.loading.requirements import Chosen, draft_use, head_paths, resolve_pair, target_use
+from edgespec.loading.requirements import Chosen, draft_use, head_paths, target_use
 from edgespec.types import Batch
 from edgespec.vocabulary import check_same_vocabulary
 
@@ -55,24 +55,12 @@ def start_trial(options: LoadOptions, pair: ModelPair) -> Trial:
     return Trial({model.path: all(file.sha256 for file in model.all_files) for model in models})
 
 
-@keeping_headers()
-def open_models(
-    options: LoadOptions, pair: ModelPair | None = None, trial: Trial | None = None
-) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
-    """The pair that `options` name, its target loaded, and the drafters that own a model.
+def open_models(options: LoadOptions, pair: ModelPair, trial: Trial) -> tuple[Engine, dict[DrafterName, Drafter]]:
+    """The target of `pair`, loaded, and the drafters that own a model. `trial`: of its models, from `start_trial`.
 
-    `pair`: the same, already resolved; `trial`: of its models, already started. Raises ModelNotFound, ModelFileError,
-    VocabularyMismatch (naming the first token that differs), CapabilityError when something is not possible,
-    ConfigError for options that do not fit the engine, and MemoryError.
+    Raises ModelNotFound, ModelFileError, VocabularyMismatch (naming the first token that differs), CapabilityError when
+    something is not possible, ConfigError for options that do not fit the engine, and MemoryError.
     """
-    pair = pair or resolve_pair(options)
-    with trial or start_trial(options, pair) as trial:
-        return _open_models(options, pair, trial)
-
-
-def _open_models(
-    options: LoadOptions, pair: ModelPair, trial: Trial
-) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
     chosen = Chosen.of(options, pair)
     for file in (*(pair.files[role] for role in chosen.roles), *pair.heads.values()):
         for part in file.all_files:  # a graph with damaged weights loads without an error
@@ -80,58 +68,48 @@ def _open_models(
     for engine in {pair.files[role].engine for role in chosen.roles}:  # while the child works
         import_module(f"edgespec.engines.{engine}.library").library()
     heads = read_heads(options, pair)
-    states = state_layers(heads.values()) if heads else None
     trial.require_sound()
-    target = open_target(options, chosen, states)
+    target = open_target(options, chosen, heads.values())
     drafters: dict[DrafterName, Drafter] = {}
     try:
         for name in chosen.wanted:
-            drafters |= _opened(name, options, chosen, target, drafters)
+            _open_drafter(name, options, chosen, target, drafters)
         drafters |= {each.manifest.kind: open_heads(each, path, target) for path, each in heads.items()}
     except BaseException:
         for drafter in drafters.values():
             drafter.close()
         target.close()
         raise
-    return pair, target, drafters
+    return target, drafters
 
 
-def _opened(
+def _open_drafter(
     name: DrafterName, options: LoadOptions, chosen: Chosen, target: Engine, opened: dict[DrafterName, Drafter]
-) -> dict[DrafterName, Drafter]:
-    """The drafters with models for `name` that are not `opened` yet."""
-    pair = chosen.pair
+) -> None:
+    """Add the drafters with models for `name` to those that are `opened`."""
     if name == "early-exit":
-        return {name: _early_exit(options, target)}
+        from edgespec.engines.onnx.kernel_engine import KernelEngine
+
+        assert isinstance(target, KernelEngine)  # the table of drafters leaves GGUFs on kernels only
+        assert options.exit_layer is not None
+        opened[name] = EarlyExitDrafter(target.first_layers(options.exit_layer, options.draft_context_length))
+        return
     if name in HEAD_FILES:
-        return {name: _open_head(options, chosen, target)}
+        opened[name] = _open_head(options, chosen, target)
+        return
     # An exit is a draft model already: no second one is opened beside it.
-    known = next((each for each in opened.values() if isinstance(each, ModelDrafter)), None)
-    small = known or _model_drafter(options, pair.files["draft"], target)
-    found: dict[DrafterName, Drafter] = {} if known else {"model": small}
-    if name != "hierarchical":
-        return found
-    with closed_on_failure(*found.values()):
-        medium = open_draft(options, pair.files["medium"], target)
+    small = next((each for each in opened.values() if isinstance(each, ModelDrafter)), None)
+    if small is None:
+        file = chosen.pair.files["draft"]
+        engine = open_draft(options, file, target)
+        with closed_on_failure(engine):
+            cache, note = draft_cache(target, engine, file.path.name)
+        opened["model"] = small = ModelDrafter(engine, cache, (note,) if note else ())
+    if name == "hierarchical":
+        medium = open_draft(options, chosen.pair.files["medium"], target)
         with closed_on_failure(medium):
             check_same_vocabulary(target.vocabulary, medium.vocabulary)
-            return found | {name: HierarchicalDrafter(small, medium)}
-
-
-def _early_exit(options: LoadOptions, target: Engine) -> EarlyExitDrafter:
-    from edgespec.engines.onnx.kernel_engine import KernelEngine
-
-    assert isinstance(target, KernelEngine)  # `exit_layer_of` leaves GGUFs on kernels only
-    assert options.exit_layer is not None
-    engine = target.first_layers(options.exit_layer, options.draft_context_length)
-    return EarlyExitDrafter(engine)
-
-
-def _model_drafter(options: LoadOptions, file: ModelFile, target: Engine) -> ModelDrafter:
-    engine = open_draft(options, file, target)
-    with closed_on_failure(engine):
-        cache, note = draft_cache(target, engine, file.path.name)
-    return ModelDrafter(engine, cache, (note,) if note else ())
+        opened[name] = HierarchicalDrafter(small, medium)
 
 
 def has_chat_template(file: ModelFile) -> bool:
@@ -153,8 +131,8 @@ def has_chat_template(file: ModelFile) -> bool:
     return bool(header.metadata.get("tokenizer.chat_template"))
 
 
-def open_target(options: LoadOptions, chosen: Chosen, states: tuple[int, ...] | None) -> Engine:
-    """The target. `states`: layers whose inputs come with its hidden states; None: no hidden states are needed.
+def open_target(options: LoadOptions, chosen: Chosen, heads: Collection[HeadFile]) -> Engine:
+    """The target, with the hidden states that `heads` and a head in the pair's draft file read.
 
     Raises as `open_engine`.
     """
@@ -164,11 +142,11 @@ def open_target(options: LoadOptions, chosen: Chosen, states: tuple[int, ...] | 
             f"--provider {options.provider} is for ONNX models (--engine onnx, where a pair has both); layers of a "
             "GGUF go to a GPU with -ngl"
         )
-    layers = set(states or ())
+    layers = {layer for each in heads for layer in each.manifest.layers}
     if reads := file.engine == "onnx" and not HEAD_FILES.keys().isdisjoint(chosen.wanted):
         layers |= set(() if chosen.has_own_mtp else read_head(chosen.pair.files["draft"].path).layers)
-    has_states = states is not None or reads
-    use = replace(target_use(options, chosen), hidden_states=has_states, state_layers=tuple(sorted(layers)))
+    states = tuple(sorted(layers))
+    use = replace(target_use(options, chosen), hidden_states=bool(heads) or reads, state_layers=states)
     return open_engine(options, file, use)
 
 
@@ -238,11 +216,6 @@ def read_heads(options: LoadOptions, pair: ModelPair) -> dict[Path, HeadFile]:
             f"scripts/train/heads.py --kind {options.drafter}"
         )
     return found
-
-
-def state_layers(heads: Iterable[HeadFile]) -> tuple[int, ...]:
-    """The target's layers whose inputs any of `heads` reads."""
-    return tuple(sorted({layer for each in heads for layer in each.manifest.layers}))
 
 
 def open_heads(heads: HeadFile, path: Path, target: Engine) -> Drafter:

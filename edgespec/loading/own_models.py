@@ -16,7 +16,7 @@ from typing import Any
 
 import tomli_w
 
-from edgespec.engines.trial import Trial
+from edgespec.engines.trial import Trial, files_of
 from edgespec.errors import Busy, ConfigError, EdgespecError, ModelFileError, ModelNotFound, shown, shown_path
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table, write_manifest
 from edgespec.loading.catalogue import Entry, check_name, entries
@@ -148,22 +148,9 @@ def _name_for(where: Path) -> str:
 
 def _described(path: Path) -> ModelFile:
     """A model file that can be used, with its checksums and those of the files that belong to it."""
-    file = files_of(path)
+    files = files_of(path)
     Trial({path: False}).require_sound()
-    return checksummed(each.path for each in file.all_files)
-
-
-def files_of(path: Path) -> ModelFile:
-    """A model file with the others that it is loaded from, none of them described."""
-    if path.suffix == ".onnx":
-        from edgespec.engines.onnx.source import all_files
-
-        paths = [path, *(each for each in all_files(path) if each != path)]
-    else:
-        from edgespec.formats.gguf.check import model_files
-
-        paths = list(model_files(path))
-    return ModelFile(paths[0], parts=tuple(map(ModelFile, paths[1:])))
+    return checksummed(files)
 
 
 def _common_folder(paths: list[Path]) -> Path:

@@ -254,10 +254,8 @@ def path_elsewhere(text: str) -> Path | None:
 
 
 def _ollamas() -> Iterator[Elsewhere]:
-    roots = [*_in_home(".ollama/models"), Path("/usr/share/ollama/.ollama/models")]
-    if chosen := os.environ.get("OLLAMA_MODELS"):
-        roots = [Path(chosen)]
-    for root in roots:
+    chosen = os.environ.get("OLLAMA_MODELS")
+    for root in map(expanded, [chosen] if chosen else ["~/.ollama/models", "/usr/share/ollama/.ollama/models"]):
         manifests = root / "manifests"
         with contextlib.suppress(OSError):  # another user's
             for path in sorted(manifests.rglob("*")):
@@ -288,10 +286,9 @@ def _blob_of(root: Path, manifest: Path) -> Path | None:
 
 def _repositories() -> Iterator[tuple[str, str, Path]]:
     """(OWNER/NAME, program, folder of its files) of each repository of the hub that a program keeps."""
-    for root in _in_home(".lmstudio/models"):
-        for folder in _folders(root, "*/*"):
-            yield "/".join(folder.parts[-2:]), LM_STUDIO, folder
-    for folder in (each for root in _hub_caches() for each in _folders(root, "models--*--*")):
+    for folder in _folders(expanded("~/.lmstudio/models"), "*/*"):
+        yield "/".join(folder.parts[-2:]), LM_STUDIO, folder
+    for folder in _folders(_hub_cache(), "models--*--*"):
         _, owner, name = folder.name.split("--", 2)
         if (snapshot := _snapshot(folder)) is not None:
             yield f"{owner}/{name}", HUB, snapshot
@@ -304,19 +301,12 @@ def _folders(root: Path, pattern: str) -> list[Path]:
         return []
 
 
-def _hub_caches() -> list[Path]:
+def _hub_cache() -> Path:
     """Where huggingface_hub keeps files; asking the library takes 100 ms."""
     for name, below in (("HF_HUB_CACHE", ""), ("HF_HOME", "hub"), ("XDG_CACHE_HOME", "huggingface/hub")):
         if chosen := os.environ.get(name):
-            return [expanded(chosen) / below]
-    return _in_home(".cache/huggingface/hub")
-
-
-def _in_home(*names: str) -> list[Path]:
-    try:
-        return [Path.home() / name for name in names]
-    except RuntimeError:  # the user has none
-        return []
+            return expanded(chosen) / below
+    return expanded("~/.cache/huggingface/hub")
 
 
 def _snapshot(folder: Path) -> Path | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -98,7 +98,8 @@ def fit(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> Fitt
         return whole
     tried = list(_tried(whole, room))
     allowed = [each for each in tried if options.memory is not None or each.given_up in ((), (_NO_DRAFT,))]
-    found = _first(allowed, wanted) or _first(allowed, ("fits", "pages"))
+    possible = [each for each in allowed if each.verdict.fit != "refused"]
+    found = next((each for each in possible if each.verdict.fit in wanted), possible[0] if possible else None)
     if found is None:
         raise CapabilityError(_refusal(whole, tried, room))
     return found
@@ -112,15 +113,11 @@ def with_sequences(options: LoadOptions, pair: ModelPair, room: Room) -> LoadOpt
         return options
     for count in range(MOST_SEQUENCES, 1, -1):
         found = _fitted(replace(options, parallel=count), pair, room)
-        if not all(model.footprint.grows for model in found.plan.models):
+        if not all(need.grows for need in found.plan.models.values()):
             break
         if found.verdict.fit == "fits":
             return found.options
     return replace(options, parallel=1)
-
-
-def _first(tried: Iterable[Fitted], wanted: tuple[Fit, ...]) -> Fitted | None:
-    return next((each for each in tried if each.verdict.fit in wanted), None)
 
 
 def _tried(whole: Fitted, room: Room) -> Iterator[Fitted]:
@@ -229,7 +226,7 @@ def placed(options: LoadOptions, pair: ModelPair, room: DeviceRoom | None = None
     def needed(count: int, draft: int, experts_here: int | None) -> list[int]:
         """Bytes on devices, of the target and of each draft."""
         plan = planned(replace(_with(options, count, draft), cpu_moe_layers=experts_here), pair)
-        return [model.footprint.device for model in plan.models]
+        return [need.device for need in plan.models.values()]
 
     _, *drafts = needed(-1, -1, options.cpu_moe_layers)
     if _is_said(options) and options.draft_devices == options.target_devices:

@@ -7,7 +7,7 @@ hard limit, mapped weights a soft one, which only costs speed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,40 +49,31 @@ class Part(NamedTuple):
     mapped: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ModelNeed:
-    """One model of a pair: its role, file name and memory."""
-
-    role: str
-    file: str
-    footprint: Footprint
-
-    def parts(self) -> list[Part]:
-        need, role = self.footprint, self.role
-        texts = f" for each of {need.sequences} answers" if need.sequences > 1 else ""
-        found = (
-            Part(f"{role}: weights in their file", 0, need.mapped - need.read_once),
-            Part(f"{role}: weights read once from their file", 0, need.read_once),
-            Part(f"{role}: weights copied for the processor", need.packed),
-            Part(f"{role}: KV cache, {need.context_length} tokens{texts}, {need.cache_type}", need.cache),
-            Part(f"{role}: results of a pass", need.compute),
-            Part(f"{role}: logits", need.logits),
-            Part(f"{role}: vocabulary", need.vocabulary),
-        )
-        return [part for part in found if part.own or part.mapped]
+def _parts(role: str, need: Footprint) -> list[Part]:
+    texts = f" for each of {need.sequences} answers" if need.sequences > 1 else ""
+    found = (
+        Part(f"{role}: weights in their file", 0, need.mapped - need.read_once),
+        Part(f"{role}: weights read once from their file", 0, need.read_once),
+        Part(f"{role}: weights copied for the processor", need.packed),
+        Part(f"{role}: KV cache, {need.context_length} tokens{texts}, {need.cache_type}", need.cache),
+        Part(f"{role}: results of a pass", need.compute),
+        Part(f"{role}: logits", need.logits),
+        Part(f"{role}: vocabulary", need.vocabulary),
+    )
+    return [part for part in found if part.own or part.mapped]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a pair takes once its context is full. Sizes in bytes; `tables`: of drafters without a model; `heads` files.
 
-    `process`: Python and the libraries; `threads`: started by the load and by the first answer; `device`: of ONNX
-    Runtime, None for the CPU. `shares_device`: what lies on a GPU takes this machine's memory. `heads_opening`: of
-    `heads`, while they are opened.
+    `models`: by role, in the order in which they are opened, the target first. `process`: Python and the libraries;
+    `threads`: started by the load and by the first answer; `device`: of ONNX Runtime, None for the CPU.
+    `shares_device`: what lies on a GPU takes this machine's memory. `heads_opening`: of `heads`, while they are opened.
     """
 
     name: str
-    models: tuple[ModelNeed, ...]
+    models: Mapping[str, Footprint]
     tables: int
     heads: int
     process: Part
@@ -93,14 +84,14 @@ class Plan:
 
     @property
     def parts(self) -> list[Part]:
-        rows = [part for model in self.models for part in model.parts()]
+        rows = [part for role, need in self.models.items() for part in _parts(role, need)]
         rest = (Part("drafters' tables", self.tables), Part("heads", self.heads), self.process)
         return [*rows, *(part for part in rest if part.own or part.mapped)]
 
     @property
     def own_bytes(self) -> int:
         """Memory that the system cannot drop, at its peak: with a full context, or while a model is opened."""
-        steady = self.process.own + sum(map(self._own, self.models)) + self.tables + self.heads
+        steady = self.process.own + sum(map(self._own, self.models.values())) + self.tables + self.heads
         return max(steady, *(own for own, _ in self._openings()))
 
     @property
@@ -121,27 +112,25 @@ class Plan:
     @property
     def read_once_bytes(self) -> int:
         """Pages of files that are needed while models are opened only."""
-        return sum(model.footprint.read_once for model in self.models)
+        return sum(need.read_once for need in self.models.values())
 
     def _openings(self) -> Iterator[tuple[int, int]]:
         """(own, mapped) bytes while each model is opened after others and its tokenizer is read, and heads at last."""
         before = self.process.own
-        for model in self.models:
-            need = model.footprint
+        for need in self.models.values():
             yield before + need.packed + need.loading, self.mapped_bytes + need.loading_mapped
             yield before + need.packed + need.vocabulary + need.reading, self.mapped_bytes
-            before += self._own(model)
-        loaded = sum(model.footprint.packed + model.footprint.vocabulary for model in self.models)
+            before += self._own(need)
+        loaded = sum(need.packed + need.vocabulary for need in self.models.values())
         yield self.process.own + loaded + self.heads_opening, self.mapped_bytes
 
-    def _own(self, model: ModelNeed) -> int:
-        need = model.footprint
+    def _own(self, need: Footprint) -> int:
         return need.own + (need.device if self.shares_device else 0)
 
     @property
     def device_bytes(self) -> int:
         """Memory of a GPU, or of another device of ONNX Runtime's."""
-        return sum(model.footprint.device for model in self.models)
+        return sum(need.device for need in self.models.values())
 
     @property
     def device_note(self) -> str:
@@ -156,11 +145,11 @@ class Plan:
     @property
     def reserved_bytes(self) -> int:
         """Addresses beyond the memory used."""
-        return sum(model.footprint.reserved for model in self.models) + self.threads * _STACK_BYTES
+        return sum(need.reserved for need in self.models.values()) + self.threads * _STACK_BYTES
 
     @property
     def context_length(self) -> int:
-        return self.models[0].footprint.context_length
+        return self.models["target"].context_length
 
 
 def planned(options: LoadOptions, pair: ModelPair) -> Plan:
@@ -169,27 +158,23 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
     Raises ModelNotFound, ModelFileError, CapabilityError where the pair lacks what the options need, and ConfigError.
     """
     chosen = Chosen.of(options, pair)
-    roles = chosen.roles
-    target = _need(pair.files["target"], "target", _target_use(options, chosen))
-    context = target.footprint.context_length
-    drafts = [
-        _need(pair.files[role], role, replace(draft_use(options, pair.files[role], context), rows=1))
-        for role in roles
-        if role != "target"
-    ]
-    engines = {pair.files[role].engine for role in roles}
-    paths = head_paths(options, pair)
-    heads, heads_opening = heads_bytes(paths, context, options.sequences)
+    models = {"target": _footprint(pair.files["target"], "target", _target_use(options, chosen))}
+    context = models["target"].context_length
+    for role in chosen.roles[1:]:
+        use = replace(draft_use(options, pair.files[role], context), rows=1)
+        models[role] = _footprint(pair.files[role], role, use)
+    engines = {pair.files[role].engine for role in chosen.roles}
+    heads = [head_bytes(path, context, options.sequences) for path in head_paths(options, pair)]
     return Plan(
         pair.name,
-        (target, *drafts),
+        models,
         _table_bytes(options, context),
-        heads,
+        sum(kept for kept, _ in heads),
         _process(engines),
-        _threads(options, engines, len(roles)),
-        _device(options),
+        _threads(options, engines, len(models)),
+        None if options.provider in ("auto", "cpu") else options.provider,
         _shares_device(options, engines),
-        heads_opening,
+        sum(opening for _, opening in heads),
     )
 
 
@@ -209,11 +194,6 @@ def _shares_device(options: LoadOptions, engines: set[str]) -> bool:
     return False
 
 
-def _device(options: LoadOptions) -> str | None:
-    """Where ONNX models were asked to run; None: on the CPU, or not said."""
-    return None if options.provider in ("auto", "cpu") else options.provider
-
-
 def _target_use(options: LoadOptions, chosen: Chosen) -> ModelUse:
     use = target_use(options, chosen)
     speculates = options.drafter != "none" and options.draft_length != 0
@@ -223,15 +203,15 @@ def _target_use(options: LoadOptions, chosen: Chosen) -> ModelUse:
     return replace(use, rows=max(rows, _SURVEYED_ROWS) if use.reproducible else rows)
 
 
-def _need(file: ModelFile, role: str, use: ModelUse) -> ModelNeed:
+def _footprint(file: ModelFile, role: str, use: ModelUse) -> Footprint:
     if file.engine == "onnx":
         from edgespec.engines.onnx.footprint import footprint
 
-        return ModelNeed(role, file.path.name, footprint(file.path, use))
+        return footprint(file.path, use)
     from edgespec.engines.llamacpp import footprint as llamacpp
 
-    need = llamacpp.head_footprint if role != "target" and head_kind_of(file.path) else llamacpp.footprint
-    return ModelNeed(role, file.path.name, need(file.path, use))
+    is_head = role != "target" and head_kind_of(file.path)
+    return (llamacpp.head_footprint if is_head else llamacpp.footprint)(file.path, use)
 
 
 def _table_bytes(options: LoadOptions, context_length: int) -> int:
@@ -245,14 +225,8 @@ def _table_bytes(options: LoadOptions, context_length: int) -> int:
     return tables * options.sequences
 
 
-def heads_bytes(paths: Sequence[Path], context_length: int, texts: int) -> tuple[int, int]:
-    """Of the heads files in `paths`, for several `texts` at once of at most `context_length` tokens each; and of them
-    while they are opened."""
-    found = [_bytes_of(path, context_length, texts) for path in paths]
-    return sum(kept for kept, _ in found), sum(opening for _, opening in found)
-
-
-def _bytes_of(path: Path, context_length: int, texts: int) -> tuple[int, int]:
+def head_bytes(path: Path, context_length: int, texts: int) -> tuple[int, int]:
+    """Of a heads file, for several `texts` at once of at most `context_length` tokens each; and while it is opened."""
     from edgespec.formats.head_file import read_head_manifest
 
     stored = 0
@@ -325,11 +299,6 @@ class Room:
         free = free_memory()
         total = None if free is None else free + own
         return cls(None if memory is None else budget_bytes(memory, total), limits(), own)
-
-    @property
-    def has_resource_limits(self) -> bool:
-        """Whether reserved addresses count too, such as the unused stacks of threads."""
-        return any(limit.kind != "memory" for limit in self.limits)
 
     def most_own(self, plan: Plan) -> int | None:
         """What the process's own memory may grow to; None without a limit."""

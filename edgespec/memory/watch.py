@@ -1,8 +1,6 @@
 """Keeps loaded pairs within their budgets: checks the process's own memory once a second, between rounds.
 
-Several pairs in one process share that memory, so what pairs loaded later were planned to take is added to a budget.
-The limits of the machine and of its control groups are read again at every check, since they and other programs
-change. Where the budget is exceeded, saved states are freed first, then draft models, never the target. A report says
+Where the budget is exceeded, saved states are freed first, then draft models, never the target. A report says
 what a loaded pair was planned to take, what it takes, and what was given up for it.
 """
 
@@ -10,77 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from edgespec.config.values import DrafterName, as_size
 from edgespec.memory.fit import Fitted, GivenUp
 from edgespec.memory.plan import Plan, Room, Verdict
 from edgespec.platform.machine import peak_rss_bytes
-from edgespec.platform.memory import PLANS, least_free, own_bytes, return_freed_memory
+from edgespec.platform.memory import MemoryWatch, own_bytes, return_freed_memory
 
 if TYPE_CHECKING:  # numpy, which a plan alone does without
     from edgespec.control.base import Controller
     from edgespec.engines.parked import ParkedStates
-
-_LOOK_EVERY_S = 1.0
-LEAST_FREE_BYTES = 8 << 20  # with less left, the next allocation may end the process
-
-
-class MemoryWatch:
-    """`limit_bytes`: most that the process's own memory may grow to; None: the user set none.
-
-    `planned_bytes`: what the pair was planned to take of it; `why`: the last excess, after a number of bytes.
-    """
-
-    def __init__(
-        self,
-        limit_bytes: int | None,
-        used: Callable[[], int | None] = own_bytes,
-        clock: Callable[[], float] = monotonic,
-        planned_bytes: int = 0,
-        free: Callable[[], int | None] = least_free,
-    ) -> None:
-        self.limit_bytes = limit_bytes
-        self.planned_bytes = planned_bytes
-        self._used, self._clock, self._free = used, clock, free
-        self._next_s = clock()
-        self.why = ""
-        self._is_closed = False
-        self._others_before = self._others_bytes()
-        PLANS.add(self)
-
-    def _others_bytes(self) -> int:
-        return sum(each.planned_bytes for each in list(PLANS) if each is not self)
-
-    def close(self) -> None:
-        """The pair was closed: its memory is free for others."""
-        self._is_closed = True
-        PLANS.discard(self)
-
-    def left_bytes(self, used: int) -> int | None:
-        """What the budget leaves where the process takes `used` bytes; None without a budget."""
-        return None if self.limit_bytes is None else self.limit_bytes + self._others_since() - used
-
-    def _others_since(self) -> int:
-        """What pairs that were loaded later were planned to take, less what closed ones were."""
-        return self._others_bytes() - self._others_before
-
-    def excess(self) -> int:
-        """Bytes over the limit, or too few that are free, now; 0 within both, and between two looks."""
-        now_s = self._clock()
-        if self._is_closed or now_s < self._next_s:
-            return 0
-        self._next_s = now_s + _LOOK_EVERY_S
-        return self.excess_now()
-
-    def excess_now(self) -> int:
-        """`excess` at any time, whenever the last look was."""
-        free, used = self._free(), self._used()
-        short = 0 if free is None else max(LEAST_FREE_BYTES - free, 0)
-        over = 0 if used is None else -(self.left_bytes(used) or 0)
-        self.why = "over the budget" if over >= short else "more must be free"
-        return max(over, short)
 
 
 class Relief:

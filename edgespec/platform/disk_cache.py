@@ -30,16 +30,13 @@ def key_of(*parts: object) -> str:
     return hashlib.sha256("\0".join(map(repr, parts)).encode()).hexdigest()[:32]
 
 
-class FileVersion(tuple[str, int, int]):
-    """A version of a file: (path, size in bytes, time of change in ns). A file may be replaced while it is in use."""
+FileVersion = tuple[str, int, int]
 
 
-def file_key(file: Path | FileVersion) -> FileVersion:
-    """The version of a file that is there now, or the one given. Raises OSError."""
-    if isinstance(file, FileVersion):
-        return file
+def file_key(file: Path) -> FileVersion:
+    """The version of a file that is there now: (path, size in bytes, time of change in ns). Raises OSError."""
     found = file.stat()
-    return FileVersion((str(resolved(file)), found.st_size, found.st_mtime_ns))
+    return str(resolved(file)), found.st_size, found.st_mtime_ns
 
 
 def get(kind: str, key: str, shape: Any = Any) -> Any:

@@ -53,14 +53,6 @@ def absolute(path: AnyPath) -> Path:
     return Path(os.path.abspath(path))
 
 
-def home_folder() -> Path:
-    """The user's home folder. Raises ConfigError where there is none."""
-    found = os.path.expanduser("~")
-    if found == "~":
-        raise ConfigError("this user has no home folder: set EDGESPEC_HOME (or HOME) to a folder of yours")
-    return Path(found)
-
-
 def shipped_models() -> Path:
     """The folder of what comes with edgespec: `models/` of a source checkout, or inside the installed package."""
     package = Path(__file__).resolve().parents[1]
@@ -79,7 +71,8 @@ def user_folder(kind: FolderKind, environ: Mapping[str, str] | None = None) -> P
         return expanded(home) / "cache" if kind == "cache" else expanded(home)
     if chosen := environ.get(f"XDG_{kind.upper()}_HOME"):
         return Path(chosen, "edgespec")
-    home_folder()
+    if os.path.expanduser("~") == "~":
+        raise ConfigError("this user has no home folder: set EDGESPEC_HOME (or HOME) to a folder of yours")
     from platformdirs import PlatformDirs  # 10 ms that EDGESPEC_HOME saves
 
     return Path(getattr(PlatformDirs("edgespec", appauthor=False), f"user_{kind}_dir"))

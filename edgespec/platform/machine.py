@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from edgespec.errors import CapabilityError
-from edgespec.platform.memory import allowed_processors, sizes
+from edgespec.platform.memory import allowed_processors, sizes, system_text
 
 Returned = TypeVar("Returned")
 CPUS, INTEL_FAST = Path("/sys/devices/system/cpu"), Path("/sys/devices/cpu_core/cpus")
@@ -51,11 +51,7 @@ def processor() -> str:
 def _cpuinfo() -> dict[str, list[str]]:
     """What Linux tells of the processor, one value for each logical one; empty elsewhere."""
     found: dict[str, list[str]] = {}
-    try:
-        lines = _CPUINFO.read_text().splitlines()
-    except OSError:
-        return found
-    for name, colon, value in (line.partition(":") for line in lines):
+    for name, colon, value in (line.partition(":") for line in system_text(_CPUINFO).splitlines()):
         if colon:
             found.setdefault(name.strip(), []).append(value.strip())
     return found
@@ -107,15 +103,6 @@ def lacks_dot_products() -> bool:
     return not all("asimddp" in each.split() for each in features)
 
 
-def has_address_limit() -> bool:
-    """Whether this process may have only so many bytes of addresses (`ulimit -v`)."""
-    if sys.platform == "win32":
-        return False
-    import resource  # not there on Windows
-
-    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-
-
 def default_threads() -> int:
     """Threads for a compute-bound library: one on each fast core that this process may run on, at least 1.
 
@@ -143,10 +130,7 @@ def _allowed_cores(processors: Iterable[int]) -> int:
 
 def _siblings(cpu: int) -> str:
     """The hardware threads of one core, as the kernel lists them; the cpu itself where it does not."""
-    try:
-        return (CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
-    except OSError:
-        return str(cpu)
+    return system_text(CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list").strip() or str(cpu)
 
 
 def linux_fast(processors: Iterable[int]) -> set[int]:
@@ -162,20 +146,14 @@ def linux_fast(processors: Iterable[int]) -> set[int]:
 
 def _listed(path: Path) -> set[int]:
     """The numbers of a list as the kernel writes it, such as 0-3,8; empty where there is no such file."""
-    try:
-        parts = path.read_text().strip().split(",")
-        ends = [part.partition("-") for part in parts if part]
-        return {cpu for first, _, last in ends for cpu in range(int(first), int(last or first) + 1)}
-    except (OSError, ValueError):
-        return set()
+    parts = system_text(path).strip().split(",")
+    ends = [part.partition("-") for part in parts if part]
+    return {cpu for first, _, last in ends for cpu in range(int(first), int(last or first) + 1)}
 
 
 def _capacity(cpu: int) -> int:
     """What the kernel of an ARM processor says of a core's speed, 1024 for the fastest; 0 on others."""
-    try:
-        return int((CPUS / f"cpu{cpu}" / "cpu_capacity").read_text())
-    except (OSError, ValueError):
-        return 0
+    return int(system_text(CPUS / f"cpu{cpu}" / "cpu_capacity") or 0)
 
 
 def apple_fast() -> int | None:

@@ -1,20 +1,27 @@
-"""Memory: what the machine, control groups and resource limits leave to this process."""
+"""Memory: what the machine, control groups and resource limits leave to this process, and the pairs it holds.
+
+Several pairs in one process share its memory, so what pairs loaded later were planned to take is added to a budget.
+The limits of the machine and of its control groups are read again at every check, since they and other programs change.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from time import monotonic
+from typing import Literal
 from weakref import WeakSet
 
 from edgespec.errors import CapabilityError
 
 Kind = Literal["memory", "data", "addresses"]
 _ARENA_MAX = -8  # of glibc's malloc.h
+_LOOK_EVERY_S = 1.0
+LEAST_FREE_BYTES = 8 << 20  # with less left, the next allocation may end the process
 _NO_LIMIT = 1 << 60  # control groups of version 1 write a number for "no limit"
 
 
@@ -29,19 +36,6 @@ class Limit:
     free_bytes: int
     name: str
     swap_bytes: int = 0
-
-
-class Planned(Protocol):
-    """A loaded pair, with what it was planned to take."""
-
-    planned_bytes: int
-
-    def left_bytes(self, used: int) -> int | None:
-        """What its budget leaves where the process takes `used` bytes; None without one."""
-
-
-# The pairs that are open.
-PLANS: WeakSet[Planned] = WeakSet()
 
 
 def limits(root: Path = Path("/")) -> tuple[Limit, ...]:
@@ -65,15 +59,6 @@ def free_memory(root: Path = Path("/")) -> int | None:
     return max(min(found), 0) if found else None
 
 
-def spare_memory() -> int | None:
-    """Bytes that may be taken without swapping, and within every budget. None where unknown."""
-    free, used = free_memory(), own_bytes()
-    if free is None or used is None:
-        return free
-    left = [most for pair in list(PLANS) if (most := pair.left_bytes(used)) is not None]
-    return max(min([free, *left]), 0)
-
-
 def least_free(root: Path = Path("/")) -> int | None:
     """Bytes that this process can still take before something fails, swap included; None where unknown."""
     return min((each.free_bytes for each in limits(root) if each.kind != "addresses"), default=None)
@@ -84,20 +69,17 @@ def own_bytes() -> int | None:
 
     Of Windows what was committed: telling what of it was used would take it through every page.
     """
-    if sys.platform != "linux":
-        import psutil  # Linux does without
+    if sys.platform == "linux":  # without psutil, whose import takes longer than all else here
+        pages = system_text(Path("/proc/self/statm")).split()  # in all, resident, shared, ...
+        return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE") if pages else None
+    import psutil
 
-        try:
-            process = psutil.Process()
-            is_windows = sys.platform == "win32"
-            return int(process.memory_info().private if is_windows else process.memory_full_info().uss)
-        except psutil.Error:
-            return None
     try:
-        resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
-    except (OSError, ValueError):
+        process = psutil.Process()
+        is_windows = sys.platform == "win32"
+        return int(process.memory_info().private if is_windows else process.memory_full_info().uss)
+    except psutil.Error:
         return None
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
 def return_freed_memory() -> None:
@@ -132,12 +114,16 @@ def _of_machine(root: Path) -> Iterator[Limit]:
 
 def sizes(path: Path) -> dict[str, int]:
     """The sizes listed in a file of /proc, in bytes; none where there is no such file."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return {}
-    pairs = (line.partition(":") for line in lines if line.endswith("kB"))
+    pairs = (line.partition(":") for line in system_text(path).splitlines() if line.endswith("kB"))
     return {name: int(size.split()[0]) << 10 for name, _, size in pairs}
+
+
+def system_text(path: Path) -> str:
+    """The text of a file of /proc or /sys; empty where there is none."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def _of_groups(root: Path) -> Iterator[Limit]:
@@ -168,12 +154,8 @@ def _group_folders(root: Path, controller: str = "memory") -> Iterator[tuple[Pat
 
     In a container the path that /proc names may not be visible: the container's own group is then mounted at the top.
     """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
     mounted = root / "sys/fs/cgroup"
-    for line in lines:
+    for line in system_text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         is_second = number == "0" and not controllers
         if not is_second and controller not in controllers.split(","):
@@ -215,3 +197,71 @@ def _of_resources(root: Path) -> Iterator[Limit]:
         most = resource.getrlimit(number)[0]
         if most != resource.RLIM_INFINITY and field in used:
             yield Limit(kind, max(most - used[field], 0), name)
+
+
+class MemoryWatch:
+    """`limit_bytes`: most that the process's own memory may grow to; None: the user set none.
+
+    `planned_bytes`: what the pair was planned to take of it; `why`: the last excess, after a number of bytes.
+    """
+
+    def __init__(
+        self,
+        limit_bytes: int | None,
+        used: Callable[[], int | None] = own_bytes,
+        clock: Callable[[], float] = monotonic,
+        planned_bytes: int = 0,
+        free: Callable[[], int | None] = least_free,
+    ) -> None:
+        self.limit_bytes = limit_bytes
+        self.planned_bytes = planned_bytes
+        self._used, self._clock, self._free = used, clock, free
+        self._next_s = clock()
+        self.why = ""
+        self._others_before = self._others_bytes()
+        PLANS.add(self)
+
+    def _others_bytes(self) -> int:
+        return sum(each.planned_bytes for each in list(PLANS) if each is not self)
+
+    def close(self) -> None:
+        """The pair was closed: its memory is free for others."""
+        PLANS.discard(self)
+
+    def left_bytes(self, used: int) -> int | None:
+        """What the budget leaves where the process takes `used` bytes; None without a budget.
+
+        The budget grows by what pairs that were loaded later were planned to take, less what closed ones were.
+        """
+        if self.limit_bytes is None:
+            return None
+        return self.limit_bytes + self._others_bytes() - self._others_before - used
+
+    def excess(self) -> int:
+        """Bytes over the limit, or too few that are free, now; 0 within both, and between two looks."""
+        now_s = self._clock()
+        if self not in PLANS or now_s < self._next_s:
+            return 0
+        self._next_s = now_s + _LOOK_EVERY_S
+        return self.excess_now()
+
+    def excess_now(self) -> int:
+        """`excess` at any time, whenever the last look was."""
+        free, used = self._free(), self._used()
+        short = 0 if free is None else max(LEAST_FREE_BYTES - free, 0)
+        over = 0 if used is None else -(self.left_bytes(used) or 0)
+        self.why = "over the budget" if over >= short else "more must be free"
+        return max(over, short)
+
+
+# The pairs that are open.
+PLANS: WeakSet[MemoryWatch] = WeakSet()
+
+
+def spare_memory() -> int | None:
+    """Bytes that may be taken without swapping, and within every budget. None where unknown."""
+    free, used = free_memory(), own_bytes()
+    if free is None or used is None:
+        return free
+    left = [most for pair in list(PLANS) if (most := pair.left_bytes(used)) is not None]
+    return max(min([free, *left]), 0)

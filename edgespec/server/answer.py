@@ -4,13 +4,13 @@ an exchange: a request that was read and checked, and how its answers are writte
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from edgespec.chat.arguments import dumped
 from edgespec.chat.marks import ChannelSplitter
 from edgespec.chat.reasoning import AnswerSplitter, Reasoning
 from edgespec.chat.tool_forms import Form
@@ -18,6 +18,7 @@ from edgespec.chat.tools import ToolCall
 from edgespec.drafters.predicted import PREDICTION
 from edgespec.reports import PromptProgress, Stats, TokenEvent
 from edgespec.server.http_errors import HttpError
+from edgespec.server.requests import Fields, read
 from edgespec.server.scheduler import Job, Ticket
 from edgespec.server.service import Loaded
 from edgespec.vocabulary import Vocabulary
@@ -60,33 +61,6 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
         drafted = sum(answer.ticket.drafted.get(PREDICTION, 0) for answer in answers)
         details["rejected_prediction_tokens"] = drafted - accepted
     return found | ({"completion_tokens_details": details} if details else {})
-
-
-def timings(stats: Stats, drafted: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Speed and drafting of one answer: llama.cpp's names, `rounds` and `mean_accepted_length`. Times in milliseconds.
-
-    `drafted`: tokens by drafter. The mean width of a target pass is (draft_n + rounds) / rounds.
-    """
-    by = dict(drafted or {})
-    read = stats.prompt_tokens - stats.reused_tokens
-    prompt_ms, decode_ms = 1000 * stats.prefill_s, 1000 * max(stats.decode_s, 0.0)
-    return {
-        "prompt_n": read,
-        "cache_n": stats.reused_tokens,
-        "prompt_ms": prompt_ms,
-        "prompt_per_token_ms": prompt_ms / read if read else 0.0,
-        "prompt_per_second": read / stats.prefill_s if stats.prefill_s > 0 else 0.0,
-        "predicted_n": stats.new_tokens,
-        "predicted_ms": decode_ms,
-        "predicted_per_token_ms": 1000 / stats.tokens_per_second if stats.tokens_per_second else 0.0,
-        "predicted_per_second": stats.tokens_per_second,
-        "draft_n": stats.drafted_tokens,
-        "draft_n_accepted": stats.accepted_tokens,
-        "drafter": max(by, key=lambda name: by[name], default=None),
-        "draft_n_by_drafter": by,
-        "rounds": stats.rounds,
-        "mean_accepted_length": stats.mean_accepted_length,
-    }
 
 
 @dataclass(slots=True)
@@ -150,20 +124,19 @@ async def events(answer: Answer) -> AsyncIterator[Event]:
 class Answer:
     """The answer of one ticket: iterate over `deltas` once; everything else is complete after that.
 
-    `splitter`: None leaves the text as it is; `parallel`: whether one answer may hold several calls.
+    `parallel`: whether one answer may hold several calls.
     """
 
-    def __init__(
-        self, ticket: Ticket, vocabulary: Vocabulary, splitter: AnswerSplitter | None = None, *, parallel: bool = True
-    ) -> None:
+    def __init__(self, ticket: Ticket, vocabulary: Vocabulary, splitter: AnswerSplitter, *, parallel: bool) -> None:
         self.ticket = ticket
         self.parts: list[Part] = []
         self.num_predicted = 0  # tokens that were taken from the request's `prediction`
-        self._vocabulary, self._parallel = vocabulary, parallel
-        self._splitter = AnswerSplitter(vocabulary) if splitter is None else splitter
+        self._vocabulary, self._splitter, self._parallel = vocabulary, splitter, parallel
         self._num_before, self._has_reasoned = 0, False  # tokens before the answer began
-        self._shown = _ShownTokens(vocabulary)
-        self._unsorted: list[tuple[TokenEvent, str | None]] = []  # before it is known what the answer begins with
+        # With log probabilities: (token, the part that was open when it came, where its bytes begin), until its text is
+        # shown and it is known what the answer begins with.
+        self._held: list[tuple[TokenEvent, str | None, int]] = []
+        self._num_bytes = self._num_shown_bytes = 0
         self._end: TokenEvent | None = None
         self._token_ids: list[int] = []
         self._num_characters = 0  # of the text, reasoning and marks included
@@ -199,7 +172,30 @@ class Answer:
 
     @property
     def timings(self) -> dict[str, Any]:
-        return timings(self.stats, self.ticket.drafted)
+        """Speed and drafting: llama.cpp's names, `rounds` and `mean_accepted_length`. Times in milliseconds.
+
+        The mean width of a target pass is (draft_n + rounds) / rounds.
+        """
+        stats, by = self.stats, dict(self.ticket.drafted)
+        read = stats.prompt_tokens - stats.reused_tokens
+        prompt_ms, decode_ms = 1000 * stats.prefill_s, 1000 * max(stats.decode_s, 0.0)
+        return {
+            "prompt_n": read,
+            "cache_n": stats.reused_tokens,
+            "prompt_ms": prompt_ms,
+            "prompt_per_token_ms": prompt_ms / read if read else 0.0,
+            "prompt_per_second": read / stats.prefill_s if stats.prefill_s > 0 else 0.0,
+            "predicted_n": stats.new_tokens,
+            "predicted_ms": decode_ms,
+            "predicted_per_token_ms": 1000 / stats.tokens_per_second if stats.tokens_per_second else 0.0,
+            "predicted_per_second": stats.tokens_per_second,
+            "draft_n": stats.drafted_tokens,
+            "draft_n_accepted": stats.accepted_tokens,
+            "drafter": max(by, key=lambda name: by[name], default=None),
+            "draft_n_by_drafter": by,
+            "rounds": stats.rounds,
+            "mean_accepted_length": stats.mean_accepted_length,
+        }
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -219,10 +215,13 @@ class Answer:
     @property
     def finish_reason(self) -> str:
         """stop, length or tool_calls; length too where the limit came behind a call, perhaps within the next one."""
-        is_limited = self._end is not None and self._end.finish_reason == "length"
-        if self.calls and (self._is_cut or not is_limited):
+        if self.calls and (self._is_cut or not self._is_limited):
             return "tool_calls"
-        return "length" if is_limited else "stop"
+        return "length" if self._is_limited else "stop"
+
+    @property
+    def _is_limited(self) -> bool:
+        return self._end is not None and self._end.finish_reason == "length"
 
     def matched_stop(self, stops: Sequence[str]) -> str | None:
         """Which of the request's stop strings ended it; None if something else did."""
@@ -281,30 +280,38 @@ class Answer:
                 delta.text += said
                 delta.shares.append((said, event.drafter))
             calls += split.tool_calls
-            self._unsorted += self._shown.push(event, kind)
-            self._sort(reasoning, text)
+            if event.logprob is not None:
+                self._held.append((event, kind, self._num_bytes))
+                self._num_bytes += len(self._vocabulary.piece(event.token_id))
+                self._num_shown_bytes += len(event.text.encode("utf-8", "replace"))
+            if self._splitter.kind is not None:
+                self._sort(reasoning, text)
         return self._kept(reasoning, text, calls)
 
     def _sort(self, reasoning: Delta, text: Delta) -> None:
-        """Put the tokens that are shown to the part that was open when they came, once it is known which that was."""
-        if self._splitter.kind is None:
-            return
-        for token, kind in self._unsorted:
-            is_header = isinstance(self._splitter.splitter, ChannelSplitter) and not self._has_reasoned
+        """Put the tokens that are shown to the part that was open when they came."""
+        is_header = isinstance(self._splitter.splitter, ChannelSplitter) and not self._has_reasoned
+        for token, kind in self._shown():
             if kind is not None or not is_header:
                 is_text = kind == "text" or (kind is None and not self._has_reasoned)
                 (text if is_text else reasoning).tokens.append(token)
-        self._unsorted = []
+
+    def _shown(self) -> list[tuple[TokenEvent, str | None]]:
+        """Take out of the held tokens those whose text is shown; one of a stop string and the end token never are."""
+        shown = [
+            (token, kind) for token, kind, begin in self._held if begin < self._num_shown_bytes or self._is_limited
+        ]
+        self._held = self._held[len(shown) :]
+        return shown
 
     def _rest(self) -> list[Delta]:
         """What was held back, at the end of the answer."""
-        is_cut = self._end is not None and self._end.finish_reason == "length"
-        split = self._splitter.finish(is_cut=is_cut)
+        split = self._splitter.finish(is_cut=self._is_limited)
         reasoning, text = (
             Delta(Part(kind), said, shares=[(said, None)])  # type: ignore[arg-type]
             for kind, said in (("reasoning", split.reasoning), ("text", split.text))
         )
-        (text if split.text else reasoning).tokens, self._unsorted = [token for token, _ in self._unsorted], []
+        (text if split.text else reasoning).tokens = [token for token, _ in self._shown()]
         return self._kept(reasoning, text, split.tool_calls)
 
     def _kept(self, reasoning: Delta, text: Delta, calls: Sequence[ToolCall]) -> list[Delta]:
@@ -325,27 +332,6 @@ class Answer:
     def _is_complete(self) -> bool:
         parser = self._splitter.parser
         return bool(self.calls) and (not self._parallel or (parser is not None and parser.is_over))
-
-
-class _ShownTokens:
-    """Holds tokens back until their text is shown; those of a stop string and the end token never are."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._held: list[tuple[TokenEvent, str | None, int]] = []  # with its part, and where its bytes begin
-        self._num_bytes = self._num_shown = 0
-
-    def push(self, event: TokenEvent, kind: str | None) -> list[tuple[TokenEvent, str | None]]:
-        """The tokens that are shown now, each with the `kind` of the part that was open when it came."""
-        if event.logprob is None:
-            return []
-        self._held.append((event, kind, self._num_bytes))
-        self._num_bytes += len(self._vocabulary.piece(event.token_id))
-        self._num_shown += len(event.text.encode("utf-8", "replace"))
-        is_cut = event.finish_reason == "length"
-        shown = [(each, part) for each, part, begin in self._held if begin < self._num_shown or is_cut]
-        self._held = self._held[len(shown) :]
-        return shown
 
 
 # -- exchanges
@@ -377,7 +363,7 @@ class Exchange(ABC):
 
     def __init__(self, work: Work, *, is_stream: bool) -> None:
         self.work, self.jobs, self.is_stream = work, work.jobs, is_stream
-        self.name, self.vocabulary = work.loaded.name, work.loaded.model.target.vocabulary
+        self.name, self.vocabulary = work.loaded.service.name, work.loaded.model.target.vocabulary
 
     def answer(self, ticket: Ticket) -> Answer:
         """The answer of one of the tickets of `jobs`."""
@@ -403,6 +389,23 @@ class Exchange(ABC):
         return sse(error.body(""))
 
 
+class Endpoint(NamedTuple):
+    """A path that takes a body, which is a `request`.
+
+    `answer`: gives the answer to a request that was read, or what is to be generated for it. It blocks meanwhile, adds
+    to the notes what the request does not get, and raises HttpError and EdgespecError. `form`: of its streams, None
+    where it has none.
+    """
+
+    request: type[Fields]
+    answer: Callable[[Loaded, Any, list[str]], Exchange | dict[str, Any]]
+    form: type[Exchange] | None = None
+
+    def read(self, loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange | dict[str, Any]:
+        """The answer to a request with these `values`."""
+        return self.answer(loaded, read(self.request, values, notes), notes)
+
+
 @asynccontextmanager
 async def answering(exchange: Exchange, notes: list[str]) -> AsyncIterator[list[Answer]]:
     """The answers of a request, to be read within the block, which ends what still runs. Adds what its options bring
@@ -423,12 +426,7 @@ def sse(value: Any, event: str = "") -> bytes:
 
 
 def compact(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which a model may write as an escape
-        return json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return text
+    return dumped(value, separators=(",", ":"))
 
 
 def prompt_progress(progress: PromptProgress) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from edgespec import __version__
 from edgespec.server import chat, completions, facts, messages, native, ollama, responses
-from edgespec.server.answer import Exchange
+from edgespec.server.answer import Endpoint, Exchange
 from edgespec.server.chat import Chat
 from edgespec.server.completions import Completion
 from edgespec.server.guard import LOCAL_ORIGINS, LOOPBACK, Guard
@@ -33,16 +33,7 @@ from edgespec.server.ollama import OllamaChat, OllamaExchange, OllamaGenerate
 from edgespec.server.requests import Fields, parse_object
 from edgespec.server.responses import ResponseRequest
 from edgespec.server.service import Services
-from edgespec.server.web import (
-    CLIENT_LEFT,
-    NOTES,
-    Answering,
-    Endpoint,
-    Handler,
-    error_response,
-    json_response,
-    read_body,
-)
+from edgespec.server.web import CLIENT_LEFT, NOTES, Answering, Handler, error_response, json_response, read_body
 
 Schema = dict[str, Any]
 
@@ -163,14 +154,14 @@ READABLE: dict[str, tuple[str, Callable[[Services, Request], Response]]] = {
     "/api/tags": ("The served models (Ollama)", lambda services, _: json_response(facts.listed(services))),
     "/api/ps": ("Those that are loaded (Ollama)", lambda services, _: json_response(facts.running(services))),
 }
-_CHAT = Endpoint(Chat, chat.read_chat, chat.ChatExchange)
-_NATIVE = Endpoint(NativeCompletion, native.read_native, native.NativeExchange)
-_RESPONSES = Endpoint(ResponseRequest, responses.read_responses, responses.ResponsesExchange)
+_CHAT = Endpoint(Chat, chat.answer_chat, chat.ChatExchange)
+_NATIVE = Endpoint(NativeCompletion, native.answer_native, native.NativeExchange)
+_RESPONSES = Endpoint(ResponseRequest, responses.answer_responses, responses.ResponsesExchange)
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": _CHAT,
-    "/v1/completions": Endpoint(Completion, completions.read_completion, completions.CompletionExchange),
+    "/v1/completions": Endpoint(Completion, completions.answer_completion, completions.CompletionExchange),
     "/v1/responses": _RESPONSES,
-    "/v1/messages": Endpoint(messages.MessagesRequest, messages.read_messages, messages.MessagesExchange),
+    "/v1/messages": Endpoint(messages.MessagesRequest, messages.answer_messages, messages.MessagesExchange),
     "/v1/messages/count_tokens": Endpoint(messages.CountRequest, messages.count_tokens),
     "/v1/embeddings": Endpoint(facts.OpenAiEmbedding, facts.embed_openai),
     # llama-server's
@@ -178,12 +169,12 @@ ENDPOINTS: dict[str, Endpoint] = {
     "/responses": _RESPONSES,
     "/completion": _NATIVE,
     "/completions": _NATIVE,
-    "/infill": Endpoint(native.Infill, native.read_infill, native.NativeExchange),
+    "/infill": Endpoint(native.Infill, native.answer_infill, native.NativeExchange),
     "/tokenize": Endpoint(facts.TokenizeRequest, facts.tokenize),
     "/detokenize": Endpoint(facts.DetokenizeRequest, facts.detokenize),
     # Ollama's
-    "/api/chat": Endpoint(OllamaChat, ollama.read_chat_request, OllamaExchange),
-    "/api/generate": Endpoint(OllamaGenerate, ollama.read_generate_request, OllamaExchange),
+    "/api/chat": Endpoint(OllamaChat, ollama.answer_chat, OllamaExchange),
+    "/api/generate": Endpoint(OllamaGenerate, ollama.answer_generate, OllamaExchange),
     "/api/embed": Endpoint(facts.OllamaEmbedding, facts.embed_ollama),
 }
 # Those that no model has to be loaded for: (method, what their bodies are, the handler).
@@ -208,7 +199,7 @@ NOT_HERE = {
 def document(services: Services) -> Schema:
     """`/openapi.json`, an OpenAPI 3.1 document. Schemas are those that check."""
     asked: list[tuple[str, str, type[Fields], str | None, type[Exchange] | None]] = [
-        *((path, "post", each.request, each.read.__doc__, each.form) for path, each in ENDPOINTS.items()),
+        *((path, "post", each.request, each.answer.__doc__, each.form) for path, each in ENDPOINTS.items()),
         *((path, how.lower(), request, each.__doc__, None) for path, (how, request, each) in OTHERS.items()),
     ]
     requests = list(dict.fromkeys(request for _, _, request, _, _ in asked))

@@ -9,14 +9,14 @@ import re
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 from edgespec import __version__
 from edgespec.chat.marks import reasoning_marks
-from edgespec.chat.messages import part_text, unread_kinds
+from edgespec.chat.messages import Message, checked_messages, part_text, unread_kinds
 from edgespec.chat.reasoning import Reasoning, before_structure
 from edgespec.chat.template import answer_prefix, num_characters, render_chat
 from edgespec.chat.tool_forms import Form, call_form
@@ -28,7 +28,7 @@ from edgespec.reports import TokenEvent
 from edgespec.server.answer import DONE, Answer, Exchange, Work, logprobs_of, prompt_progress, sse, usage
 from edgespec.server.http_errors import bad_request
 from edgespec.server.options import Logprobs, OpenAiRequest, Tokens, Tools
-from edgespec.server.requests import Asked, Fields, read, unsupported
+from edgespec.server.requests import Asked, Fields, unsupported
 from edgespec.server.scheduler import Job
 from edgespec.server.service import Loaded
 from edgespec.server.structure import forced_calls, read_settings, structured_behind
@@ -94,12 +94,8 @@ class Chat(OpenAiRequest, kw_only=True):
         return "".join(text for text in texts if text)
 
 
-def read_chat(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> ChatExchange:
-    """Answer a conversation (OpenAI).
-
-    Blocks while it encodes. Raises HttpError and EdgespecError.
-    """
-    chat = read(Chat, values, notes)
+def answer_chat(loaded: Loaded, chat: Chat, notes: list[str]) -> ChatExchange:
+    """Answer a conversation (OpenAI)."""
     return ChatExchange(prepare(loaded, chat, notes), chat)
 
 
@@ -122,9 +118,7 @@ def prepare(loaded: Loaded, chat: Chat, notes: list[str]) -> Work:
     model.require_room(num_characters(chat.messages, tools), "characters")
     if kinds := unread_kinds(chat.messages):
         notes.append(f"messages: {', '.join(kinds)} left out of what was said before: {TEXT_ONLY}")
-    is_developer = [isinstance(each, dict) and each.get("role") == "developer" for each in chat.messages]
-    given = zip(chat.messages, is_developer, strict=True)  # templates know that role as `system`
-    messages = placed(template, [each | {"role": "system"} if is_one else each for each, is_one in given], notes)
+    messages = placed(template, checked_messages(list(map(_as_system, chat.messages))), notes)
     prompt_ids = model.encode_chat(messages, tools or None, arguments)
     prefix = answer_prefix(messages)
     prompt_ids = before_structure(vocabulary, prompt_ids, options, prefix)
@@ -189,49 +183,34 @@ def _template_arguments(chat: Chat, template: str, notes: list[str]) -> dict[str
 # -- messages
 
 
-def placed(template: str, messages: list[Any], notes: list[str]) -> list[Any]:
-    """`messages` with each system message where the chat template shows it: agents send them in mid-conversation.
+def _as_system(message: Any) -> Any:
+    """A developer's message in the role under which templates know it."""
+    is_developer = isinstance(message, dict) and message.get("role") == "developer"
+    return message | {"role": "system"} if is_developer else message
+
+
+def placed(template: str, messages: list[Message], notes: list[str]) -> list[Message]:
+    """Checked messages with each system message where the chat template shows it: agents send them in mid-conversation.
 
     Where it shows only one, those that follow it at once join it, and later ones become texts of the user.
     """
-    if not any(_is_system(message) for message in messages[1:]) or _shows_late_ones(template):
+    is_system = [message["role"] == "system" for message in messages]
+    if not any(is_system[1:]) or _shows_late_ones(template):
         return messages
-    found: list[Any] = []
+    found: list[Message] = []
     is_moved = False
-    for message in messages:
-        was_moved, is_moved = is_moved, _is_system(message) and not all(map(_is_system, found))
-        given = {**message, "role": "user"} if is_moved else message
-        belongs = is_moved or was_moved or _is_system(given)
-        text = _joined(found[-1], given) if found and belongs else None
-        if text is None:
-            found.append(given)
+    for index, message in enumerate(messages):
+        was_moved, is_moved = is_moved, is_system[index] and not all(is_system[:index])
+        given = message | {"role": "user"} if is_moved else message
+        joins = is_moved or was_moved or is_system[index]
+        if joins and found and found[-1]["role"] == given["role"]:
+            both = (found[-1]["content"], given["content"])
+            found[-1] = found[-1] | {"content": "\n\n".join(text for text in both if text)}
         else:
-            found[-1] = {**found[-1], "content": text}
+            found.append(given)
         if is_moved:
             notes.append("messages: this model shows one system message only: later ones are read as the user's")
     return found
-
-
-def _joined(one: Any, other: Any) -> str | None:
-    """The text of two messages of one role; None where they are not."""
-    first, second = _text(one), _text(other)
-    if first is None or second is None or one["role"] != other["role"]:
-        return None
-    return "\n\n".join(text for text in (first, second) if text)
-
-
-def _is_system(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") == "system"
-
-
-def _text(message: Any) -> str | None:
-    content = message.get("content") if isinstance(message, dict) and "role" in message else None
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [None]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-    known = [text for text in texts if isinstance(text, str)]
-    return "".join(known) if len(known) == len(parts) else None
 
 
 @lru_cache(maxsize=8)
@@ -344,7 +323,7 @@ class ChatExchange(OpenAiExchange):
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = []
         for index, answer in enumerate(answers):
-            calls = [_call_object(call) for call in answer.calls]
+            calls = [call.as_openai() for call in answer.calls]
             content = None if calls and not answer.text.strip() else answer.text
             message = {"role": "assistant", "content": content, "refusal": None}
             message |= {"reasoning_content": answer.reasoning} if answer.reasoning else {}
@@ -397,10 +376,6 @@ class ChatExchange(OpenAiExchange):
 
 def _call_deltas(call: ToolCall, index: int) -> list[dict[str, Any]]:
     """A call's first delta has its id and name, the second its arguments; both have its index."""
-    first = _call_object(ToolCall(call.name, "", call.id))
+    first = ToolCall(call.name, "", call.id).as_openai()
     second = {"function": {"arguments": call.arguments}}
     return [{"tool_calls": [{"index": index} | each]} for each in (first, second)]
-
-
-def _call_object(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -8,7 +8,7 @@ marks of a template or of a gap to fill there. Unlike in a chat, the whole promp
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, ClassVar
 
 from edgespec.reports import TokenEvent
@@ -16,7 +16,7 @@ from edgespec.server.answer import Answer, Work, prompt_progress, token_logprob,
 from edgespec.server.chat import OpenAiExchange
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import MOST_CHOICES, Logprobs, OpenAiRequest
-from edgespec.server.requests import Asked, read, wrong
+from edgespec.server.requests import Asked, wrong
 from edgespec.server.scheduler import Job
 from edgespec.server.service import Loaded
 from edgespec.server.structure import read_settings
@@ -36,9 +36,8 @@ class Completion(OpenAiRequest, kw_only=True):
     suffix: str | None = None
 
 
-def read_completion(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> CompletionExchange:
-    """Continue texts or token ids (OpenAI). Blocks while it encodes. Raises HttpError and EdgespecError."""
-    request = read(Completion, values, notes)
+def answer_completion(loaded: Loaded, request: Completion, notes: list[str]) -> CompletionExchange:
+    """Continue texts or token ids (OpenAI)."""
     return CompletionExchange(prepare(loaded, request, notes), request)
 
 

@@ -19,7 +19,6 @@ from edgespec.errors import CapabilityError
 from edgespec.generation.embedding import Text, normalised
 from edgespec.loading.model_facts import ModelFacts, size_label
 from edgespec.memory.watch import plan_object
-from edgespec.runtime import Model
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import NAMED_ALIKE
 from edgespec.server.requests import Fields, read, wrong
@@ -41,7 +40,7 @@ def model_object(service: Service, name: str, *, with_status: bool = False) -> d
 
 def health(services: Services) -> tuple[dict[str, Any], int]:
     """Body and status of `/health`: 200 once the first model answers, and while it is unloaded: a request loads it."""
-    if not services.default.ran_with:
+    if not services.default.loaded_s:
         return {"status": "loading"}, 503
     schedulers = [loaded.scheduler for service in services.all if (loaded := service.loaded) is not None]
     running, waiting = sum(s.num_running for s in schedulers), sum(s.num_waiting for s in schedulers)
@@ -52,26 +51,25 @@ def health(services: Services) -> tuple[dict[str, Any], int]:
 
 def properties(service: Service) -> dict[str, Any]:
     """`/props`: what the server runs, under llama.cpp's names where it has one. Holds no path."""
-    loaded, known = service.loaded, service.known
+    known = service.known
     params = {name: getattr(known.sampling, name) for name in NAMED_ALIKE} | {"max_tokens": known.max_tokens}
-    return {
+    found: dict[str, Any] = {
         "model_alias": service.name,
         "build_info": f"edgespec {__version__}",
-        "is_sleeping": loaded is None,
+        "is_sleeping": True,
         "chat_template": known.facts.chat_template,
         "default_generation_settings": {"n_ctx": service.context_length, "params": params},
         **known.settings,
-        **service.ran_with,
-        "memory": None if loaded is None else _memory(loaded.model),
+        "memory": None,
     }
-
-
-def _memory(model: Model) -> dict[str, Any] | None:
-    """The plan that was made before loading, and what the process takes now, in bytes; None without a plan."""
-    report = model.memory
-    if report is None:
-        return None
-    return plan_object(report) | {"used_own_bytes": report.own_bytes, "peak_rss_bytes": report.peak_rss_bytes}
+    if (loaded := service.loaded) is not None:
+        model, engine, memory = loaded.model, loaded.model.target.facts, loaded.model.memory
+        found |= {"is_sleeping": False, "total_slots": engine.max_sequences, "device": engine.device}
+        found |= {"drafter": model.drafter_name, "reproducible": model.reproducible}
+        if memory is not None:  # the plan that was made before loading, and what the process takes now, in bytes
+            used = {"used_own_bytes": memory.own_bytes, "peak_rss_bytes": memory.peak_rss_bytes}
+            found["memory"] = plan_object(memory) | used
+    return found
 
 
 def metrics_text(services: Services) -> str:
@@ -104,9 +102,8 @@ class DetokenizeRequest(Fields, kw_only=True):
     model: str | None = None
 
 
-def tokenize(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+def tokenize(loaded: Loaded, request: TokenizeRequest, _: list[str]) -> dict[str, Any]:
     """Text to token ids."""
-    request = read(TokenizeRequest, values, notes)
     model, vocabulary = loaded.model, loaded.model.target.vocabulary
     ids = model.encode(request.content, parse_special=bool(request.parse_special))
     if len(ids) > MOST_TOKENS:
@@ -116,9 +113,8 @@ def tokenize(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dic
     return {"tokens": ids}
 
 
-def detokenize(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+def detokenize(loaded: Loaded, request: DetokenizeRequest, _: list[str]) -> dict[str, Any]:
     """Token ids to text."""
-    request = read(DetokenizeRequest, values, notes)
     return {"content": loaded.model.decode(request.tokens)}
 
 
@@ -153,10 +149,9 @@ class OllamaEmbedding(Fields):
     dimensions: Dimensions | None = None
 
 
-def embed_openai(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+def embed_openai(loaded: Loaded, request: OpenAiEmbedding, _: list[str]) -> dict[str, Any]:
     """Embeddings of texts (OpenAI); 501 for models that give none."""
     _require_embeddings(loaded)
-    request = read(OpenAiEmbedding, values, notes)
     ids = loaded.model.embedder.encode(_texts(request.input), truncate=False)
     vectors = _embedded(loaded, ids, request.dimensions)
     shown = vectors.tolist()
@@ -164,19 +159,18 @@ def embed_openai(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) ->
         shown = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
     data = [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(shown)]
     usage = {"prompt_tokens": _count(ids), "total_tokens": _count(ids)}
-    return {"object": "list", "data": data, "model": loaded.name, "usage": usage}
+    return {"object": "list", "data": data, "model": loaded.service.name, "usage": usage}
 
 
-def embed_ollama(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+def embed_ollama(loaded: Loaded, request: OllamaEmbedding, _: list[str]) -> dict[str, Any]:
     """Embeddings of texts (Ollama)."""
     begun_s = monotonic()
     _require_embeddings(loaded)
-    request = read(OllamaEmbedding, values, notes)
     texts = _texts(request.input) if request.input else []
     ids = loaded.model.embedder.encode(texts, truncate=request.truncate is not False)
     vectors = _embedded(loaded, ids, request.dimensions).tolist() if ids else []
     durations = {"total_duration": int(1e9 * (monotonic() - begun_s)), "load_duration": 0}
-    return {"model": loaded.name, "embeddings": vectors} | durations | {"prompt_eval_count": _count(ids)}
+    return {"model": loaded.service.name, "embeddings": vectors} | durations | {"prompt_eval_count": _count(ids)}
 
 
 def _require_embeddings(loaded: Loaded) -> None:

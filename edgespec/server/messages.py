@@ -7,7 +7,7 @@ cannot change the text are accepted.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
@@ -15,8 +15,8 @@ from msgspec import Meta, Struct
 from edgespec.server.answer import Answer, Event, Exchange, Part, Work, events, sse
 from edgespec.server.chat import RUNS_NONE, TEXT_ONLY, Chat, effort_of, prepare, run_by_client
 from edgespec.server.http_errors import HttpError, bad_request
-from edgespec.server.options import JsonSchema, Positive, ResponseFormat, Share, Speculative, StopList, Tools
-from edgespec.server.requests import Asked, Fields, read, sent_as
+from edgespec.server.options import JsonSchema, Positive, ResponseFormat, Sampled, Speculative, StopList, Tools
+from edgespec.server.requests import Asked, Fields, sent_as
 from edgespec.server.service import Loaded
 
 PATH = "/v1/messages"
@@ -50,8 +50,8 @@ class OutputConfig(Fields):
     effort: Any = None
 
 
-class CountRequest(Fields, kw_only=True):
-    """A request to `/v1/messages/count_tokens`. `output_format`: its former place."""
+class CountRequest(Sampled, kw_only=True):
+    """A request to `/v1/messages/count_tokens`, to which some send all of it. `output_format`: its former place."""
 
     ignored: ClassVar[frozenset[str]] = frozenset(
         ("metadata", "service_tier", "betas", "cache_control", "inference_geo", "speed")
@@ -78,29 +78,24 @@ class MessagesRequest(CountRequest, kw_only=True):
     """A request to `/v1/messages`."""
 
     max_tokens: Positive
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Share | None = None
-    top_k: int | None = None
-    seed: int | None = None
     stop_sequences: StopList | None = None
     stream: bool | None = None
     speculative: bool | Speculative | None = None
 
 
-def read_messages(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> MessagesExchange:
-    """Answer a conversation (Anthropic). Blocks while it encodes. Raises HttpError and EdgespecError."""
-    request = read(MessagesRequest, values, notes)
+def answer_messages(loaded: Loaded, request: MessagesRequest, notes: list[str]) -> MessagesExchange:
+    """Answer a conversation (Anthropic)."""
     chat = _as_chat(loaded, request, notes)
-    for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "speculative"):
+    for name in (*Sampled.__struct_fields__, "max_tokens", "speculative"):
         setattr(chat, name, getattr(request, name))
     chat.stop = request.stop_sequences
     with sent_as(_SENT_AS):
         return MessagesExchange(prepare(loaded, chat, notes), is_stream=bool(request.stream))
 
 
-def count_tokens(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+def count_tokens(loaded: Loaded, request: CountRequest, notes: list[str]) -> dict[str, Any]:
     """Count a prompt's tokens (Anthropic)."""
-    chat = _as_chat(loaded, read(CountRequest, values, notes), notes)
+    chat = _as_chat(loaded, request, notes)
     with sent_as(_SENT_AS):
         return {"input_tokens": len(prepare(loaded, chat, notes).jobs[0].prompt_ids)}
 

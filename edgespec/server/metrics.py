@@ -44,10 +44,6 @@ class Histogram:
 
 
 Rows = Iterable[tuple[str, float]]
-_OF_STATS = (
-    *("drafted_tokens", "accepted_tokens", "prompt_tokens", "reused_tokens", "new_tokens", "target_passes"),
-    *("prefill_s", "decode_s"),
-)
 
 
 def _count(name: str, help: str) -> Any:
@@ -105,8 +101,9 @@ class Metrics:
         with self._lock:
             self.duration_s.add(duration_s)
             self.finished["error" if has_failed else stats.finish_reason or "cancelled"] += 1
-            for name in _OF_STATS:
-                setattr(self, name, getattr(self, name) + max(getattr(stats, name), 0))
+            for name in self.__slots__:
+                if hasattr(stats, name):  # a counter of the same name
+                    setattr(self, name, getattr(self, name) + max(getattr(stats, name), 0))
 
     def text(self, gauges: Mapping[str, tuple[str, Rows]]) -> str:
         """All counters as Prometheus reads them, after `gauges`: (help, rows of labels and value) by name."""

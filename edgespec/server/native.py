@@ -13,12 +13,13 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
+from edgespec.chat.reasoning import AnswerSplitter
 from edgespec.chat.tools import ToolCall
 from edgespec.reports import TokenEvent
 from edgespec.server.answer import Answer, Delta, Exchange, Work, logprobs_of, prompt_progress, sse
 from edgespec.server.completions import Completion, fill_prompt, prepare, read_prompts, require_fim
 from edgespec.server.options import Generated, Logprobs
-from edgespec.server.requests import Asked, Fields, one_of, read, wrong
+from edgespec.server.requests import Asked, Fields, one_of, wrong
 from edgespec.server.scheduler import Ticket
 from edgespec.server.service import Loaded
 from edgespec.vocabulary import FimTokens, Vocabulary
@@ -72,16 +73,14 @@ class Infill(Native, kw_only=True):
     prompt: str | None = None
 
 
-def read_native(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
-    """Continue texts or token ids (llama-server). Blocks while it encodes. Raises HttpError and EdgespecError."""
-    request = read(NativeCompletion, values, notes)
+def answer_native(loaded: Loaded, request: NativeCompletion, notes: list[str]) -> Exchange:
+    """Continue texts or token ids (llama-server)."""
     return _exchange(loaded, request, notes, read_prompts(loaded, request.prompt))
 
 
-def read_infill(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
-    """Fill the gap between two texts (llama-server); 501 for models that cannot. Blocks while it encodes."""
+def answer_infill(loaded: Loaded, request: Infill, notes: list[str]) -> Exchange:
+    """Fill the gap between two texts (llama-server); 501 for models that cannot."""
     tokens, vocabulary = require_fim(loaded, "/infill"), loaded.model.target.vocabulary
-    request = read(Infill, values, notes)
     length = loaded.model.context_length
     room = length - min(request.token_limit or loaded.options.max_tokens or _LEAST_ANSWER, length // 4)
     before, after = vocabulary.encode(request.input_prefix + (request.prompt or "")), request.input_suffix
@@ -234,7 +233,7 @@ class _Bounded(Answer):
     """
 
     def __init__(self, ticket: Ticket, vocabulary: Vocabulary, n_indent: int, most_s: float | None) -> None:
-        super().__init__(ticket, vocabulary)
+        super().__init__(ticket, vocabulary, AnswerSplitter(vocabulary), parallel=True)
         self._end_of_block = re.compile(rf"\n[ \t]{{0,{n_indent - 1}}}(?=[^ \t\n])" if n_indent else r"(?!)")
         self._most_s, self._first_s = most_s, 0.0
         self._is_cut_short = False

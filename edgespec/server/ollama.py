@@ -12,7 +12,7 @@ import asyncio
 import ipaddress
 import math
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from time import time
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -93,55 +93,58 @@ class OllamaGenerate(OllamaRequest):
     suffix: str | None = None
 
 
-def read_chat_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange | dict[str, Any]:
-    """Answer a conversation (Ollama). Blocks while it encodes. Raises HttpError and EdgespecError."""
-    request = read(OllamaChat, values, notes)
-    keep_s, options = _read_common(loaded, request, notes)
-    if not request.messages:
-        return _preloaded(loaded, keep_s, is_chat=True)
-    asked = chat.Chat(
-        **_asked(loaded, request, options, switches_reasoning=True),
-        messages=[_as_openais(message) for message in request.messages],
-        tools=request.tools,
-    )
-    with sent_as(_SENT_AS):
-        work = chat.prepare(loaded, asked, notes)
-    return _exchange(work, request, keep_s, is_chat=True)
+def answer_chat(loaded: Loaded, request: OllamaChat, notes: list[str]) -> Exchange | dict[str, Any]:
+    """Answer a conversation (Ollama)."""
+    messages = [_as_openais(message) for message in request.messages]
+
+    def prepared(**asked: Any) -> Work:
+        return chat.prepare(loaded, chat.Chat(**asked, messages=messages, tools=request.tools), notes)
+
+    return _answered(loaded, request, notes, prepared if messages else None, is_chat=True)
 
 
-def read_generate_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange | dict[str, Any]:
+def answer_generate(loaded: Loaded, request: OllamaGenerate, notes: list[str]) -> Exchange | dict[str, Any]:
     """Answer a prompt (Ollama): a chat of one message, with `raw` as it is, with `suffix` the beginning of a gap."""
-    request = read(OllamaGenerate, values, notes)
-    keep_s, options = _read_common(loaded, request, notes)
     prompt, is_text = request.prompt or "", bool(request.raw or request.suffix)
     if request.suffix and request.system:
         raise unsupported("system", "a gap between two texts is filled without one")
-    if not prompt and not request.suffix:
-        return _preloaded(loaded, keep_s, is_chat=False)
-    asked = _asked(loaded, request, options, switches_reasoning=not is_text)
-    with sent_as(_SENT_AS):
+
+    def prepared(**asked: Any) -> Work:
         if is_text:
+            asked.pop("reasoning_effort", None)
             text = completions.Completion(**asked, prompt=prompt, suffix=request.suffix)
-            work = completions.prepare(loaded, text, notes)
-        else:
-            first = [{"role": "system", "content": request.system}] if request.system else []
-            talk = chat.Chat(**asked, messages=[*first, {"role": "user", "content": prompt}])
-            work = chat.prepare(loaded, talk, notes)
-    return _exchange(work, request, keep_s, is_chat=False)
+            return completions.prepare(loaded, text, notes)
+        first = [{"role": "system", "content": request.system}] if request.system else []
+        return chat.prepare(loaded, chat.Chat(**asked, messages=[*first, {"role": "user", "content": prompt}]), notes)
+
+    return _answered(loaded, request, notes, prepared if prompt or request.suffix else None, is_chat=False)
 
 
-def _read_common(loaded: Loaded, request: OllamaRequest, notes: list[str]) -> tuple[float | None, OllamaOptions]:
-    """For how long to stay loaded; the options. Raises HttpError."""
-    options = read(OllamaOptions, request.options or {}, notes, "options")
+def _answered(
+    loaded: Loaded, request: OllamaRequest, notes: list[str], prepared: Callable[..., Work] | None, *, is_chat: bool
+) -> Exchange | dict[str, Any]:
+    """`prepared`: makes the work of the options under OpenAI's names; None without a text, with which clients load a
+    model before they need it, as `ollama run` does, or with `keep_alive` 0 unload it, as `ollama stop` does.
+    """
+    options, keep_s = read(OllamaOptions, request.options or {}, notes, "options"), read_keep_alive(request.keep_alive)
     length = loaded.model.context_length
     if options.num_ctx is not None and options.num_ctx > length:  # many clients send 8192 with every request
         notes.append(f"options.num_ctx: the context has {length} tokens, the server's --ctx-size")
-    return read_keep_alive(request.keep_alive), options
+    work = None
+    if prepared is not None:
+        asked = _asked(loaded, request, options)
+        with sent_as(_SENT_AS):
+            work = prepared(**asked)
+    if keep_s is not None:
+        loaded.service.keep_for(keep_s)
+    if work is not None:
+        return OllamaExchange(work, is_chat=is_chat, is_stream=request.stream is not False)
+    text: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+    done = {"done": True, "done_reason": "unload" if keep_s == 0 else "load"}
+    return {"model": loaded.service.name, "created_at": written(time())} | text | done
 
 
-def _asked(
-    loaded: Loaded, request: OllamaRequest, options: OllamaOptions, *, switches_reasoning: bool
-) -> dict[str, Any]:
+def _asked(loaded: Loaded, request: OllamaRequest, options: OllamaOptions) -> dict[str, Any]:
     """The options under OpenAI's names. Raises HttpError."""
     form, think = request.format or None, request.think
     if isinstance(form, str) and form != "json":
@@ -150,7 +153,7 @@ def _asked(
     found |= {"speculative": request.speculative, "json_schema": ANY_OBJECT if form == "json" else form}
     if think and not can_reason(loaded):
         raise unsupported("think", "this model does not reason before it answers")
-    if think is not None and can_reason(loaded) and switches_reasoning:
+    if think is not None and can_reason(loaded):
         found["reasoning_effort"] = think if isinstance(think, str) else "medium" if think else "none"
     return found
 
@@ -163,26 +166,6 @@ def _as_openais(message: Any) -> Any:
     found = {**message, "reasoning_content": thinking} if isinstance(thinking, str) and thinking else message
     parts = [{"type": "text", "text": message.get("content") or ""}, {"type": "image"}]
     return {**found, "content": parts} if images else found
-
-
-def _exchange(work: Work, request: OllamaRequest, keep_s: float | None, *, is_chat: bool) -> Exchange:
-    _keep(work.loaded, keep_s)
-    return OllamaExchange(work, is_chat=is_chat, is_stream=request.stream is not False)
-
-
-def _keep(loaded: Loaded, keep_s: float | None) -> None:
-    if keep_s is not None:
-        loaded.service.keep_for(keep_s)
-
-
-def _preloaded(loaded: Loaded, keep_s: float | None, *, is_chat: bool) -> dict[str, Any]:
-    """The answer to a request without a text, with which clients load a model before they need it, as `ollama run`
-    does, or with `keep_alive` 0 unload it, as `ollama stop` does.
-    """
-    _keep(loaded, keep_s)
-    text: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
-    done = {"done": True, "done_reason": "unload" if keep_s == 0 else "load"}
-    return {"model": loaded.name, "created_at": written(time())} | text | done
 
 
 def read_keep_alive(given: Any) -> float | None:

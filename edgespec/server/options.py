@@ -7,7 +7,6 @@ are refused: samplers that are not built in.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -160,8 +159,11 @@ class OpenAiRequest(Generated):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-def sampling_of(request: Sampled, loaded: Loaded, biases: Mapping[str, Any] | None) -> Sampling:
-    """The request's sampling over the server's; the keys of `biases` are JSON's. Raises SamplingError and HttpError."""
+def sampling_of(request: OpenAiRequest, loaded: Loaded) -> list[Sampling]:
+    """The sampling of each answer, the request's over the server's: seeds count up from the request's, or from one
+    random seed. Raises SamplingError and HttpError.
+    """
+    biases = request.logit_bias
     given: dict[str, Any] = {setting: getattr(request, name) for name, setting in SAMPLING.items()}
     given = {setting: value for setting, value in given.items() if value is not None}
     if biases is not None:
@@ -169,22 +171,18 @@ def sampling_of(request: Sampled, loaded: Loaded, biases: Mapping[str, Any] | No
             raise bad_request("logit_bias must map token ids, written as strings of digits, to numbers", "logit_bias")
         given["logit_bias"] = {int(key): value for key, value in biases.items()}
     try:
-        return replace(loaded.sampling, **given)
+        first = replace(loaded.sampling, **given).seeded()
     except SamplingError as exc:  # which begins with the setting's name
         name, _, rest = str(exc).partition(" ")
         sent = next((key for key, setting in SAMPLING.items() if setting == name), None)
         raise exc if sent is None else bad_request(f"{sent} {rest}", sent) from exc
+    more = range(1, request.n or 1)
+    return [first, *(replace(first, seed=((first.seed or 0) + each) & (2**63 - 1)) for each in more)]
 
 
-def numbered(sampling: Sampling, count: int) -> list[Sampling]:
-    """The sampling of each of `count` answers: seeds count up from the request's, or from one random seed."""
-    first = sampling.seeded()
-    return [first, *(replace(first, seed=((first.seed or 0) + more) & (2**63 - 1)) for more in range(1, count))]
-
-
-def options_of(request: Generated, loaded: Loaded, limit: int | None, top_logprobs: int | None) -> GenerateOptions:
+def options_of(request: Generated, loaded: Loaded, top_logprobs: int | None) -> GenerateOptions:
     """The request's options over the server's. `top_logprobs` None: no log probabilities. Raises ConfigError."""
-    chosen, stop = request.speculative, request.stop
+    chosen, stop, limit = request.speculative, request.stop, request.token_limit
     drafting: dict[str, Any] = {"drafter": "none"} if chosen is False else {}
     if isinstance(chosen, Speculative):
         drafting = {name: given for name in chosen.__struct_fields__ if (given := getattr(chosen, name)) is not None}

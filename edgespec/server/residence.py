@@ -86,7 +86,7 @@ class Places:
 
     def _load(self, one: Service) -> None:
         if self._loaded:
-            one.files.check()  # before another model makes way for nothing
+            one.files.known()  # raises before another model makes way for nothing
         while one.is_wanted and (beside := self._loaded) and not (len(beside) < self._most and one.files.fits()):
             if (leaving := self._leaving(one)) is not None:
                 leaving.unload()
@@ -113,13 +113,10 @@ class Loading(Protocol):
     """How a model comes into memory."""
 
     def known(self) -> Known:
-        """What its files and options say of it before it is loaded. Raises as `check`."""
+        """What its files and options say of it before it is loaded. Raises what can be known then."""
 
     def load(self) -> None:
         """Calls `Service.use`."""
-
-    def check(self) -> None:
-        """Raises what can be known before."""
 
     def fits(self) -> bool:
         """Whether there is memory for it beside the models that are loaded. Takes its time."""

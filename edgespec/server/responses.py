@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
+from msgspec.structs import asdict
 
 from edgespec.chat.messages import part_text
 from edgespec.server.answer import Answer, Event, Exchange, Part, Work, events, sse, usage
@@ -24,7 +25,7 @@ from edgespec.server.options import (
     Tokens,
     Tools,
 )
-from edgespec.server.requests import Asked, Fields, read, sent_as
+from edgespec.server.requests import Asked, Fields, sent_as
 from edgespec.server.service import Loaded
 
 # What the client calls the fields of the chat request that its own one becomes.
@@ -94,9 +95,8 @@ class ResponseRequest(Sampled, kw_only=True):
     stream_options: StreamOptions | None = None
 
 
-def read_responses(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> ResponsesExchange:
-    """Answer a conversation (OpenAI's newer protocol, stateless). Blocks while it encodes."""
-    request = read(ResponseRequest, values, notes)
+def answer_responses(loaded: Loaded, request: ResponseRequest, notes: list[str]) -> ResponsesExchange:
+    """Answer a conversation (OpenAI's newer protocol, stateless)."""
     text, form = request.text or TextOptions(), None
     if text.verbosity is not None:
         why, neutral = VERBOSITY["verbosity"]
@@ -123,13 +123,14 @@ def read_responses(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) 
         response_format=form,
         reasoning_effort=effort,
     )
+    described = asdict(text.format or TextFormat(type="text"))
     echoed = {
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "tools": request.tools or [],
         "tool_choice": request.tool_choice or "auto",
-        "text": {"format": {"type": "text"} if form is None else values["text"]["format"]},
+        "text": {"format": {name: value for name, value in described.items() if value is not None}},
         "reasoning": {"effort": effort, "summary": None},
         "metadata": request.metadata if isinstance(request.metadata, dict) else {},
     }

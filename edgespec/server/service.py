@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from time import monotonic
 from typing import Any, Self
 
@@ -52,7 +53,6 @@ class Loaded:
     `reasoning_format`: the same; "none" leaves reasoning in the text.
     """
 
-    name: str
     model: Model
     scheduler: Scheduler
     sampling: Sampling
@@ -88,13 +88,13 @@ class Known:
         return cls(facts, length, embeds, sampling, max_tokens, settings)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Service:
     """The state of a model. `name`: what answers call it, never a path; `metrics`, `places`: of all models here.
 
     `idle_unload_s`: seconds without a request after which it is unloaded, None for never; a client may choose others
-    for as long as the model then stays loaded. `ran_with`: what `/props` shows of its last load. Requests are users
-    from before they wait for it until their answer has ended.
+    for as long as the model then stays loaded. Requests are users from before they wait for it until their answer has
+    ended.
     """
 
     name: str
@@ -105,16 +105,13 @@ class Service:
     aliases: tuple[str, ...] = ()
     idle_unload_s: float | None = None
     places: Places = field(default_factory=Places)
-    ran_with: dict[str, Any] = field(default_factory=dict)
     files: Loading = field(init=False)
-    can_load: bool = False  # else it stays as it is
     is_loading: bool = False
     is_stopping: bool = False
     num_waiting: int = 0  # users that wait for it
     used_s: float = 0.0  # when a request last ended
-    loaded_s: float = 0.0
+    loaded_s: float = 0.0  # 0 before it was
     asked_s: float = 0.0  # when the wait for it began
-    _known: Known | None = None
     _num_users: int = 0
     _idle_s: float = math.inf
     _has_to_leave: bool = False
@@ -123,7 +120,7 @@ class Service:
 
     def begin(self, files: Loading) -> None:
         """Load the model when it is needed, and unload it when it is not used."""
-        self.files, self.can_load = files, True
+        self.files = files
         self.places.add(self)
 
     @property
@@ -191,8 +188,6 @@ class Service:
         with self.places.changed:
             if self.is_stopping:
                 raise stopping()
-            if not self.can_load:
-                self.require()
             self._num_users += 1
             if self.is_open:
                 return
@@ -233,7 +228,6 @@ class Service:
     ) -> None:
         """Answer with `model` from now on. `sampling` None: as the model recommends, with random seeds."""
         loaded = Loaded(
-            self.name,
             model,
             Scheduler(model, self.limits.max_queued, self.metrics),
             sampling or model.recommended_sampling,
@@ -241,13 +235,6 @@ class Service:
             reasoning_format,
             self,
         )
-        engine = model.target.facts
-        self.ran_with = {
-            "total_slots": engine.max_sequences,
-            "device": engine.device,
-            "drafter": model.drafter_name,
-            "reproducible": model.reproducible,
-        }
         with self.places.changed:
             self.loaded, self.is_loading = loaded, False
             self._idle_s = math.inf if self.idle_unload_s is None else self.idle_unload_s
@@ -255,17 +242,10 @@ class Service:
             self._answer(None)
             self.places.changed.notify_all()
 
-    @property
+    @cached_property
     def known(self) -> Known:
         """Reads the model's files the first time. Raises HttpError and EdgespecError."""
-        if self._known is None:
-            self._known = self.files.known() if self.can_load else self._of_loaded()
-        return self._known
-
-    def _of_loaded(self) -> Known:
-        loaded = self.require()
-        model = loaded.model
-        return Known.read(model.options, model.pair, loaded.sampling, loaded.options.max_tokens)
+        return self.files.known()
 
     @property
     def context_length(self) -> int:

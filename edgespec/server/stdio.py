@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import IO, Annotated, Any, Literal
@@ -21,18 +20,27 @@ from msgspec import Meta
 
 from edgespec import __version__
 from edgespec.errors import shown
-from edgespec.server.answer import Answer, Delta, Exchange, answering, compact, logprobs_of, prompt_progress, usage
-from edgespec.server.chat import read_chat
-from edgespec.server.completions import read_completion
+from edgespec.server.answer import (
+    Answer,
+    Delta,
+    Endpoint,
+    Exchange,
+    answering,
+    compact,
+    logprobs_of,
+    prompt_progress,
+    usage,
+)
+from edgespec.server.chat import Chat, answer_chat
+from edgespec.server.completions import Completion, answer_completion
 from edgespec.server.http_errors import HttpError, as_http_error, bad_request
 from edgespec.server.requests import Fields, parse_object, read, unsupported
 from edgespec.server.residence import handling
-from edgespec.server.service import Loaded, Services
+from edgespec.server.service import Services
 from edgespec.vocabulary import Vocabulary
 
 PROTOCOL = 1
-Read = Callable[[Loaded, Mapping[str, Any], list[str]], Exchange]
-_READERS: dict[str, Read] = {"chat": read_chat, "generate": read_completion}
+_ENDPOINTS = {"chat": Endpoint(Chat, answer_chat), "generate": Endpoint(Completion, answer_completion)}
 
 
 class _Line(Fields, kw_only=True):
@@ -171,7 +179,7 @@ class _Sidecar:
             self._fail(None, bad_request(words, "id", "duplicate_id"))
         else:
             request = self._requests[request_id] = _Request()
-            request.task = asyncio.ensure_future(self._answer(request_id, request, values, _READERS[op]))
+            request.task = asyncio.ensure_future(self._answer(request_id, request, values, _ENDPOINTS[op]))
             request.task.add_done_callback(lambda done: self._on_ended(request_id, done))
         return True
 
@@ -180,7 +188,7 @@ class _Sidecar:
         if task.cancelled():  # perhaps before it began
             self.emit("done", id=request_id, finish_reason="cancelled", **request.counts)
 
-    async def _answer(self, request_id: str, request: _Request, values: dict[str, Any], read_request: Read) -> None:
+    async def _answer(self, request_id: str, request: _Request, values: dict[str, Any], endpoint: Endpoint) -> None:
         notes: list[str] = []
         try:
             service = self._services.asked_by(values, notes=notes)
@@ -188,7 +196,8 @@ class _Sidecar:
                 if values.get("timings_per_token"):
                     raise unsupported("timings_per_token", "done has the timings of the answer")
                 loaded.scheduler.admit()
-                exchange = await loaded.scheduler.prepare(read_request, loaded, values, notes)
+                exchange = await loaded.scheduler.prepare(endpoint.read, loaded, values, notes)
+                assert isinstance(exchange, Exchange)
                 if len(exchange.jobs) > 1 or exchange.is_stream:
                     raise bad_request("each request gets one answer, which is always streamed: leave out n and stream")
                 async with answering(exchange, notes) as (answer,):

@@ -18,7 +18,7 @@ from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import CapabilityError, ConfigError, shown
 from edgespec.sampling.constraint.grammar import laid_out
 from edgespec.server.http_errors import HttpError, bad_request
-from edgespec.server.options import Generated, OpenAiRequest, ResponseFormat, numbered, options_of, sampling_of
+from edgespec.server.options import OpenAiRequest, ResponseFormat, options_of, sampling_of
 from edgespec.server.service import Loaded
 from edgespec.vocabulary import Vocabulary
 
@@ -33,25 +33,15 @@ def read_settings(
 
     Raises HttpError and EdgespecError.
     """
-    sampling = sampling_of(request, loaded, request.logit_bias)
-    options = options_of(request, loaded, request.token_limit, top_logprobs)
-    options = read_structure(request, loaded, options, request.response_format)
-    return numbered(sampling, request.n or 1), options
-
-
-def read_structure(
-    request: Generated, loaded: Loaded, options: GenerateOptions, form: ResponseFormat | None = None
-) -> GenerateOptions:
-    """`options` with the structure that the request asks for, checked. Raises HttpError 400."""
+    sampling, options = sampling_of(request, loaded), options_of(request, loaded, top_logprobs)
     asked = {name: getattr(request, name) for name in (*_STRUCTURES, "free_until")}
     given = {name: value for name, value in asked.items() if value not in (None, "")}
     where = next(iter(given), "")
-    described = None if form is None else _described(form)
-    if described is not None:
+    if (form := request.response_format) is not None and (described := _described(form)) is not None:
         if "json_schema" in given:
             raise bad_request("response_format and json_schema are the same setting: give one", "response_format")
         where, given["json_schema"] = described
-    return structured(loaded, options, given, where) if given else options
+    return sampling, structured(loaded, options, given, where) if given else options
 
 
 def _described(form: ResponseFormat) -> tuple[str, Mapping[str, Any]] | None:

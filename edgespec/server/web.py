@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from edgespec.errors import shown
-from edgespec.server.answer import Answer, Exchange, answering, compact
+from edgespec.server.answer import Answer, Endpoint, Exchange, answering, compact
 from edgespec.server.http_errors import HttpError, as_http_error
-from edgespec.server.requests import Fields, parse_object
-from edgespec.server.service import Limits, Loaded, Services
+from edgespec.server.requests import parse_object
+from edgespec.server.service import Limits, Services
 
 Returned = TypeVar("Returned")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -110,18 +110,6 @@ class Stream(Response):
                 await asyncio.sleep(PING_EVERY_S - silent_s)
             else:
                 await self.write(self._ping)
-
-
-class Endpoint(NamedTuple):
-    """A path that takes a body, which is a `request`. `read`: checks it and gives the answer, or what is to be
-    generated; it blocks meanwhile, and adds to the notes what the request does not get.
-
-    `form`: of its streams, None where it has none.
-    """
-
-    request: type[Fields]
-    read: Callable[[Loaded, Mapping[str, Any], list[str]], Exchange | dict[str, Any]]
-    form: type[Exchange] | None = None
 
 
 class Answering:

@@ -18,6 +18,7 @@ from rich.console import Console
 
 import command_line
 from command_line import POSIX, Terminal, refusal
+from edgespec.bench.prompts import built_in
 from edgespec.cli.race import OTHER_COLOUR, Lap, Mark, coloured, legend, panels
 from edgespec.reports import TokenEvent
 
@@ -66,22 +67,18 @@ def test_json_is_one_object_with_exactly_the_promised_keys(pair, prompts):
     assert found["total"]["acceptance_rate"] is not None
 
 
-def test_the_table_and_the_notes(pair, prompts):
-    drawn = prompts.with_suffix(".svg")
-    result = run(*pair, *QUICK, "--domain", "prose", "--domain", "copying", "--reproducible", "--plot", str(drawn))
+def test_the_table_and_the_notes_of_the_built_in_prompts(pair, prompts, monkeypatch):
+    drawn, known = prompts.with_suffix(".svg"), built_in()
+    monkeypatch.setattr("edgespec.cli.bench.built_in", lambda: {name: known[name] for name in ("prose", "copying")})
+    result = run(*pair, *QUICK, "--reproducible", "--plot", str(drawn))
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert lines[0].split()[:2] == ["domain", "runs"]
-    assert [line.split()[0] for line in lines[1:4]] == ["prose", "copying", "all"]
-    assert "identical to plain decoding in the same mode, 4 of 4 prompts" in result.stdout
-    assert sum(" -> " in line for line in result.stderr.splitlines()) == 4
+    assert [line.split()[0] for line in lines[1:5]] == ["prose", "copying", "random_text", "all"]
+    assert "identical to plain decoding in the same mode, 8 of 8 prompts" in result.stdout
+    assert sum(" -> " in line for line in result.stderr.splitlines()) == 8
     picture = drawn.read_text(encoding="utf-8").replace("&#160;", " ")
     assert picture.startswith("<svg") and "identical to plain decoding" in picture
-
-
-def test_the_built_in_prompts_and_synthetic_domains(pair):
-    found = report(*pair, *QUICK, "-n", "3", "--domain", "prose", "--domain", "random_text")
-    assert set(found["domains"]) == {"prose", "random_text"}
 
 
 def test_prompts_that_do_not_fit_are_reported(pair, tmp_path):
@@ -128,7 +125,6 @@ def test_an_explanation_says_what_to_expect_and_why(pair, prompts, sweep):
         (["--drafter", "none"], "drafter none (the command line) turns speculation off"),
         (["--draft-length", "0"], "draft-length 0"),
         (["--prompts", "nowhere.txt"], "nowhere.txt' cannot be read"),
-        (["--domain", "dialog"], "did you mean 'dialogue'"),
         (["--sweep", "--plot", "x.svg"], "leave --sweep out"),
         (["--plot", "x.png"], "must end in .svg"),
         (["--plot", "nowhere/x.svg"], "does not exist"),

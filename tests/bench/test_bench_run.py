@@ -12,13 +12,12 @@ import pytest
 
 from bench_table import table_model
 from edgespec.bench import prompts as sources
-from edgespec.bench.prompts import BenchPrompt, choose, with_random_text
+from edgespec.bench.prompts import BenchPrompt, choose, random_text
 from edgespec.bench.report import Side, Summary, report_of, table_lines
-from edgespec.bench.runner import Measurement, Task, Trial, first_divergence, run_trials, tasks_of
+from edgespec.bench.runner import Measurement, Task, Trial, first_divergence, run_trials, runs, tasks_of
 from edgespec.bench.sweep import Costs, balance, expected_speedup, threshold
 from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import PromptError, UsageError
-from edgespec.loading.drafts import PROMPTS
 from edgespec.reports import Stats
 from edgespec.runtime import Model
 from shared_passes import shared_model
@@ -62,8 +61,9 @@ def test_every_prompt_is_decoded_both_ways_on_empty_caches(model):
 
 
 def test_both_modes_alternate_in_running_first(model):
-    found = trials(model, repeat=2)
-    firsts = Counter((trial.task.index, trial.order[0]) for trial in found)
+    sides = {"standard": replace(OPTIONS, drafter="none"), "speculative": OPTIONS}
+    found = list(runs(model, tasks(model, repeat=2), lambda task: sides, lambda: False))
+    firsts = Counter((task.index, side) for task, side, _ in found[::2])
     assert set(firsts.values()) == {1}
     assert len(firsts) == 2 * len(ASKED)
 
@@ -158,7 +158,7 @@ def trial(
 ) -> Trial:
     speculative = measurement(tokens, speculative_s, drafted_tokens=drafted)
     again = None if again_s is None else measurement(tokens, again_s)
-    return Trial(TASK, ("standard", "speculative"), measurement(tokens, plain_s), speculative, again=again)
+    return Trial(TASK, measurement(tokens, plain_s), speculative, again=again)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_an_answer_of_one_token_has_no_rate():
 
 def test_acceptance_is_of_all_runs_and_none_without_a_draft():
     drafted = [measurement(drafted_tokens=10, accepted_tokens=5, rounds=5) for _ in range(2)]
-    trials = [Trial(TASK, (), measurement(), run) for run in drafted]
+    trials = [Trial(TASK, measurement(), run) for run in drafted]
     summary = Summary(trials)
     assert summary.speculative.acceptance_rate == 0.5
     assert summary.mean_accepted_length == 2.0
@@ -284,19 +284,16 @@ def test_bad_prompt_files_are_refused(tmp_path, name, contents, said):
 
 def test_domains_take_turns_and_what_does_not_fit_is_left_out():
     domains = {"a": [*prompts_of("a", 3), BenchPrompt("a", "a number 1")], "b": prompts_of("b", 2)}
-    chosen, too_long = choose(domains, [], lambda prompt: prompt.text != "a number 0")
+    chosen, too_long = choose(domains, lambda prompt: prompt.text != "a number 0")
     assert [prompt.text for prompt in chosen] == ["a number 1", "b number 0", "a number 2", "b number 1"]
     assert too_long == 1
-    assert choose(domains, ["b", "a"], lambda prompt: True, one_each=True)[0] == [domains["b"][0], domains["a"][0]]
+    assert choose(domains, lambda prompt: True, one_each=True)[0] == [domains["a"][0], domains["b"][0]]
     with pytest.raises(PromptError, match="context_length="):
-        choose(domains, [], lambda prompt: False)
+        choose(domains, lambda prompt: False)
 
 
 def test_random_text_is_made_of_tokens_that_print_and_of_the_seed():
-    found = sources.built_in()
-    domains = with_random_text(found, VOCABULARY, seed=3)
-    assert set(domains) == {*(prompt.domain for prompt in PROMPTS), "random_text"}
-    assert domains == with_random_text(found, VOCABULARY, seed=3) == found | {"random_text": domains["random_text"]}
-    assert domains["random_text"] != with_random_text(found, VOCABULARY, seed=4)["random_text"]
+    domains = random_text(VOCABULARY, seed=3)
+    assert domains == random_text(VOCABULARY, seed=3) != random_text(VOCABULARY, seed=4)
     for prompt in domains["random_text"]:
         assert len(VOCABULARY.encode(prompt.text)) == 48 and set(prompt.text) <= set("abcdefghijk")

@@ -1,22 +1,15 @@
-"""scripts/lab/compare.py: its protocol, journal, sweep and ratios, and the command itself on the demo's target."""
+"""scripts/lab/compare.py: its journal and the ratios that it reports."""
 
 from __future__ import annotations
 
-import json
-import lzma
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from demo import DEMO
-from peers.report import Cell, Journal, Row, markdown, rows_of
+from peers.report import Cell, Journal, markdown, rows_of
 
-ROOT = Path(__file__).parents[2]
 CELL = Cell("model", 0.0, 1, "some")
 
 
@@ -69,37 +62,3 @@ def test_a_killed_run_goes_on_and_a_failure_is_forgotten_once_it_works(tmp_path:
     report = markdown(Journal(tmp_path / "journal"))
     assert "| fast lookup | 1 | 0.61 | 0.61 | 0.57 | 0.4 | 1 of 1 | 1000 | ngram 3 |" in report
     assert "not in the table: slow lookup: no file" in report and "python compare.py" in report
-
-
-def compare(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    with lzma.open(folder / "spec_bench_dev.jsonl.xz", "wt", encoding="utf-8") as lines:
-        for text in ("Find me a restaurant.", "Name three fruits.", "Say it again.", "Hi.", "Who?", "Why?"):
-            lines.write(json.dumps({"category": "writing", "turns": [text]}) + "\n")
-    command = [sys.executable, "scripts/lab/compare.py", f"demo={DEMO / 'demo-target-q8_0.gguf'}", "--limit", "2"]
-    command += ["--data", str(folder), "--output", str(folder / "out"), "--tokens", "6", "--context", "256"]
-    command += ["--threads", "1", "--llama-server", str(folder / "no server"), *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-
-
-def rows_in(folder: Path) -> dict[str, Row]:
-    journal = Journal(folder / "out" / "journal.jsonl")
-    (cell,) = journal.cells
-    return {row.name: row for row in rows_of(cell, journal)[1]}
-
-
-def test_the_command_measures_what_is_missing_and_names_who_cannot_run(tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp")
-    runtimes = ["--runtimes", "edgespec", "llama-server", "llama-cpp-python/plain", "--cold"]
-    first = compare(tmp_path, *runtimes)
-    assert not first.returncode, first.stderr
-    rows = rows_in(tmp_path)
-    plain = ["llama-cpp-python plain", "llama-cpp-python plain again"]
-    assert [*rows] == ["edgespec default", "edgespec default cold", "edgespec plain", *plain]
-    assert all(len(row.over_base) == 2 and min(row.over_base) > 0 for row in rows.values())
-    assert all(rows[f"edgespec {name}"].same_text == 2 for name in ("default", "default cold"))
-    assert "not in the table: llama-server plain: no llama-server is given or found" in first.stdout
-    journal = (tmp_path / "out" / "journal.jsonl").read_text(encoding="utf-8")
-    assert not compare(tmp_path, *runtimes).returncode
-    added = (tmp_path / "out" / "journal.jsonl").read_text(encoding="utf-8").removeprefix(journal).splitlines()
-    assert {json.loads(line)["what"] for line in added} == {"command", "failed"}  # the server is still not there

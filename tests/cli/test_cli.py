@@ -116,20 +116,6 @@ def test_a_bad_command_line_is_one_line_before_any_work(arguments, said):
     refusal(run(*arguments), said)
 
 
-def test_log_probabilities_are_in_the_json_where_they_are_asked_for(pair):
-    arguments = ["generate", *pair, "-p", "hello", "-n", "4", "--seed", "7"]
-    answer = json.loads(run(*arguments, "--json", "--logprobs", "2").stdout)
-    assert set(answer) == {*KEYS, "logprobs", "top_logprobs"}
-    assert len(answer["logprobs"]) == len(answer["top_logprobs"]) == len(answer["token_ids"])
-    for logprob, tops, token_id in zip(answer["logprobs"], answer["top_logprobs"], answer["token_ids"], strict=True):
-        assert logprob <= 0 and len(tops) == 2 and tops[0][1] >= tops[1][1]
-        assert logprob == pytest.approx(dict(tops).get(token_id, logprob))
-    alone = json.loads(run(*arguments, "--json", "--logprobs", "0").stdout)
-    assert alone["logprobs"] == answer["logprobs"] and alone["top_logprobs"] == []
-    refusal(run(*arguments, "--logprobs", "2"), "--logprobs needs --json")
-    refusal(run(*arguments, "--json", "--logprobs", "-1"), "'--logprobs': -1 is not in the range")
-
-
 def test_notes_of_an_answer_are_in_the_json(pair, monkeypatch):
     """Such as memory that was freed, or a drafter that failed: a program that reads the JSON sees no stderr."""
     monkeypatch.setattr("edgespec.memory.watch.Relief.relieve", lambda *_: "a note")

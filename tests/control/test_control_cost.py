@@ -18,6 +18,7 @@ from edgespec.control.cost import WIDEST, CostCurve, DraftCost
 from edgespec.control.pool import cost_key
 from edgespec.control.prices import RunCosts
 from edgespec.drafters.ngram import NgramDrafter
+from edgespec.platform.disk_cache import file_key
 from edgespec.reports import RoundRecord
 from edgespec.types import Verdict
 from simulation import known_curve
@@ -128,9 +129,9 @@ def test_a_drafted_token_and_a_read_one_are_told_apart() -> None:
 def test_other_weights_have_other_costs(tmp_path: Path) -> None:
     engine, weights = TableEngine.random(10, context_length=64), tmp_path / "weights.gguf"
     weights.write_bytes(b"weights")
-    before = cost_key(engine, [weights])
+    before = cost_key(engine, [file_key(weights)])
     weights.write_bytes(b"other weights")
-    assert cost_key(engine, [weights]) != before
+    assert cost_key(engine, [file_key(weights)]) != before
 
 
 # -- a first run, which begins with a guess

@@ -213,7 +213,7 @@ def test_a_head_counts_where_it_fits(tmp_path: Path) -> None:
 def test_the_plan_counts_weights_cache_and_results(target_path: Path, head_path: Path) -> None:
     def plan(**changed: int) -> tuple[int, int, int]:
         options = LoadOptions(model=str(target_path), draft=head_path, engine="llamacpp", **changed)
-        need = next(each for each in planned(options, resolve_pair(options)).models if each.role == "draft").footprint
+        need = planned(options, resolve_pair(options)).models["draft"]
         return need.mapped, need.cache, need.compute
 
     sizes = read_head(head_path)

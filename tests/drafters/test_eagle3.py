@@ -13,7 +13,6 @@ import pytest
 
 import edgespec
 from demo import DEMO, TEST_THREADS
-from eagle_definition import layer
 from edgespec.config.values import EngineName
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.trial import Trial
@@ -32,6 +31,7 @@ from edgespec.types import Batch, Draft
 from gguf_heads import assert_plan_is_what_it_takes, features_of, head_of, opened
 from lossless import assert_same_text, assert_several_draft_apart, assert_window_changes_no_text
 from needs import NEEDS_KERNELS
+from numpy_layers import eagle_layer
 from tiny_gguf import Shape, write_model
 from tiny_head import HEADS, KV_HEADS, LAYERS, TARGET, WIDTH, head_tensors, write_head
 
@@ -123,7 +123,7 @@ def definition(states: np.ndarray, start: int = 0) -> tuple[np.ndarray, np.ndarr
         layers=(0, 1, 3),
     )
     embedded = own["token_embd"][TOKENS[start + 1 : start + 1 + len(states)]]
-    after, last = layer(manifest, arrays, states, embedded, np.tri(len(states), dtype=np.bool_), is_third=True)
+    after, last = eagle_layer(manifest, arrays, states, embedded, np.tri(len(states), dtype=np.bool_), is_third=True)
     return after, last @ own["output"].T
 
 

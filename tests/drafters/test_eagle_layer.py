@@ -11,12 +11,12 @@ import pytest
 from numpy.typing import NDArray
 
 from demo import DEMO
-from eagle_definition import layer
 from edgespec.engines.head import States
 from edgespec.engines.onnx.file_heads import NEVER, EagleHead, load_eagle
 from edgespec.errors import BatchError, CapabilityError
 from edgespec.formats.head_file import HeadFile, HeadManifest, read_head_file
 from needs import NEEDS_KERNELS
+from numpy_layers import eagle_layer
 from table_engine import LetterVocabulary
 
 pytestmark = NEEDS_KERNELS
@@ -55,7 +55,7 @@ def opened(heads: HeadFile) -> EagleHead:
 
 def exact(heads: HeadFile, states: States, embedded: States, sees: NDArray[np.bool_]) -> tuple[States, States]:
     """(states that follow, scores) of pairs that each `sees` [n, n], by the papers' definition."""
-    after, last = layer(heads.manifest, heads.arrays, states, embedded, sees)
+    after, last = eagle_layer(heads.manifest, heads.arrays, states, embedded, sees)
     return after, last @ heads.frequent_rows.T * heads.manifest.scale
 
 

@@ -28,6 +28,7 @@ from edgespec.formats.gguf.check import has_mtp
 from edgespec.formats.gguf.header import read_header
 from hybrid_gguf import HybridShape, cycle_tensors, tensors_of, write_lfm2, write_qwen35
 from needs import NEEDS_KERNELS
+from numpy_layers import attended, fed_forward, normed, rotated
 
 Floats = NDArray[np.float32]
 SHAPE = HybridShape(hidden=1024)
@@ -61,41 +62,21 @@ def head(request: pytest.FixtureRequest, engine_name: str, model_path: Path, alo
         yield found
 
 
-def normed(x: Floats) -> Floats:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5)
-
-
-def rotated(x: Floats) -> Floats:
-    """[n, heads, size] by its place in the text; all of Qwen3.5's three positions are the same in a text."""
-    half = x.shape[-1] // 2
-    angles = np.arange(len(x))[:, None] * 10000.0 ** (-np.arange(half) / half)
-    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-    first, second = x[..., :half], x[..., half:]
-    return np.concatenate((first * cos - second * sin, first * sin + second * cos), axis=-1)
-
-
 def twin(path: Path, token_ids: list[int], states: Floats) -> tuple[Floats, Floats]:
     """(logits [n, vocabulary], states [n, width]) behind each pair, as the layer's definition says."""
     found = {name.removeprefix(f"blk.{SHAPE.layers}."): values for name, values in tensors_of(path).items()}
     weight = {name.removesuffix(".weight"): values for name, values in found.items()}
     count, size = len(token_ids), SHAPE.head_size
+    frequencies = 10000.0 ** (-np.arange(size // 2) / (size // 2))  # all three positions are the same in a text
     joined = np.concatenate((normed(weight["token_embd"][token_ids]), normed(states)), axis=1)
     x = joined @ weight["nextn.eh_proj"].T
     inner = normed(x)
-    queries = (inner @ weight["attn_q"].T).reshape(count, SHAPE.heads, 2, size)
-    keys = rotated(normed((inner @ weight["attn_k"].T).reshape(count, SHAPE.kv_heads, size)))
-    values = (inner @ weight["attn_v"].T).reshape(count, SHAPE.kv_heads, size)
-    per_key = SHAPE.heads // SHAPE.kv_heads
-    keys, values = keys.repeat(per_key, axis=1), values.repeat(per_key, axis=1)
-    scores = np.einsum("qhd,khd->hqk", rotated(normed(queries[:, :, 0])), keys) / np.sqrt(size)
-    scores = np.where(np.tril(np.ones((count, count), bool)), scores, -np.inf)
-    shares = np.exp(scores - scores.max(-1, keepdims=True))
-    shares /= shares.sum(-1, keepdims=True)
-    attended = np.einsum("hqk,khd->qhd", shares, values) / (1 + np.exp(-queries[:, :, 1]))
-    x = x + attended.reshape(count, -1) @ weight["attn_output"].T
-    inner = normed(x)
-    gate = inner @ weight["ffn_gate"].T
-    x = x + (gate / (1 + np.exp(-gate)) * (inner @ weight["ffn_up"].T)) @ weight["ffn_down"].T
+    queries, gates = np.moveaxis((inner @ weight["attn_q"].T).reshape(count, SHAPE.heads, 2, size), 2, 0)
+    keys, values = ((inner @ weight[f"attn_{kind}"].T).reshape(count, SHAPE.kv_heads, size) for kind in "kv")
+    queries, keys = (rotated(normed(each), np.arange(count), frequencies) for each in (queries, keys))
+    read = attended(queries, keys, values, np.tri(count, dtype=bool), size**-0.5)
+    x = x + read / (1 + np.exp(-gates.reshape(count, -1))) @ weight["attn_output"].T
+    x = x + fed_forward(normed(x), weight["ffn_gate"], weight["ffn_up"], weight["ffn_down"])
     state = normed(x)
     return state @ weight["token_embd"].T, state
 

@@ -13,12 +13,13 @@ import pytest
 
 import trials
 from edgespec.config.options import LoadOptions
+from edgespec.contained import Child
 from edgespec.engines import trial
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.errors import ModelFileError, ModelNotFound
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import read_header
-from edgespec.loading.opening import open_models
+from edgespec.runtime import load
 from edgespec.types import Batch
 from tiny_gguf import Shape, matrices, vocabulary, write_model
 from trials import faults, probe
@@ -149,7 +150,7 @@ def test_a_probe_survives_what_ends_its_child(sound, tmp_path, monkeypatch):
     for path in (deadly, last):
         path.write_bytes(sound.read_bytes())
     monkeypatch.setenv("PYTHONPATH", str(Path(trials.__file__).parent))
-    monkeypatch.setattr(trial, "_fault_of", trials.ends_on_deadly)
+    monkeypatch.setattr(trial, "fault_of", trials.ends_on_deadly)
     found = faults([sound, deadly, last], timeout_s=30)
     assert found[0] is found[2] is None
     assert "ended a trial process (SIGABRT" in str(found[1])
@@ -172,15 +173,15 @@ def test_a_probe_that_hangs_is_ended(tmp_path):
 
 @pytest.fixture
 def started(monkeypatch):
-    """The files of every child that is started, which then works as ever."""
-    calls: list[list[Path]] = []
-    start = trial.new_child
+    """The files that are tried."""
+    calls: list[Path] = []
 
-    def starting(paths):
-        calls.append(list(paths))
-        return start(paths)
+    class Started(Child):
+        def ask(self, function, *args):
+            calls.extend(args)
+            super().ask(function, *args)
 
-    monkeypatch.setattr(trial, "new_child", starting)
+    monkeypatch.setattr(trial, "Child", Started)
     return calls
 
 
@@ -191,10 +192,10 @@ def test_a_file_is_probed_once_until_it_changes(sound, tmp_path, started):
     assert not started
     trial.Trial({path: False}).require_sound()
     trial.Trial({path: False}).require_sound()
-    assert started == [[path]]
+    assert started == [path]
     write_model(path, Shape(layers=2, width=32, heads=2, kv_heads=1, hidden=32, merges=6))
     trial.Trial({path: False}).require_sound()
-    assert started == [[path], [path]]
+    assert started == [path, path]
 
 
 def test_damaged_weights_end_a_load(tmp_path):
@@ -203,4 +204,4 @@ def test_damaged_weights_end_a_load(tmp_path):
     damaged[-1] = math.nan  # of a token that no trial reads
     path = write_model(tmp_path / "nan.gguf", SHAPE, tensors={"token_embd.weight": damaged, "output.weight": whole})
     with pytest.raises(ModelFileError, match=r"infinity or NaN|invalid data"):  # our kernels, llama.cpp
-        open_models(LoadOptions(model=str(path), reproducible=False, context_length=16))
+        load(LoadOptions(model=str(path), reproducible=False, context_length=16))

@@ -120,10 +120,11 @@ def test_doctor_lists_the_device(gpu):
 
 def test_what_is_measured_belongs_to_a_placement(target_path, gpu):
     from edgespec.control.pool import cost_key
+    from edgespec.platform.disk_cache import file_key
 
     keys = set()
     for options in ({}, {"gpu_layers": 3}, {"gpu_layers": -1}):
         with load(target_path, **options) as engine:
             assert (gpu in engine.facts.placement) == bool(options)
-            keys.add(cost_key(engine, [target_path]))
+            keys.add(cost_key(engine, [file_key(target_path)]))
     assert len(keys) == 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec import GenerateOptions, Sampling
-from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.model_use import MOST_CHECKPOINTS, ModelUse
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint
@@ -22,12 +20,11 @@ from edgespec.engines.onnx.kernel_head import load_drafter
 from edgespec.errors import BatchError, Cancelled, CapabilityError
 from edgespec.types import Batch, Draft, Logits
 from hybrid_gguf import HybridShape, tensors_of, write_granite, write_lfm2, write_qwen35
-from needs import NEEDS_KERNELS, NEEDS_LLAMA
+from lossless import assert_same_text
+from needs import NEEDS_KERNELS
 from tiny_gguf import replace_metadata, write_model
 
 pytestmark = NEEDS_KERNELS
-PROMPT = "the cat sat on the mat, the cat sat on the"
-OPTIONS = GenerateOptions(max_tokens=48, ignore_eos=True, logprobs=True)
 
 
 @pytest.fixture(scope="module", params=["qwen35", "qwen35moe", "lfm2", "lfm2moe", "granitehybrid"])
@@ -59,49 +56,6 @@ def ids_of(count: int, seed: int = 0) -> list[int]:
 
 def chained(engine: HybridEngine, ids: list[int]) -> Logits:
     return engine.forward(Batch.chain(ids)).copy()
-
-
-@NEEDS_LLAMA
-def test_logits_are_those_of_llama_cpp(hybrid: Path, engine: HybridEngine) -> None:
-    """Whose gated delta nets add up rows in blocks; both keep keys and values in half precision."""
-    ids = ids_of(100)
-    with LlamaCppEngine.load(hybrid, context_length=400, threads=1) as theirs:
-        wanted = theirs.forward(Batch.chain(ids)).copy()
-    assert np.abs(chained(engine, ids) - wanted).max() < 5e-3 * wanted.std()
-
-
-@NEEDS_LLAMA
-@pytest.mark.parametrize("write", [write_qwen35, write_lfm2, write_granite])
-def test_with_weights_of_4_bits_logits_are_near_those_of_llama_cpp(write: Callable[..., Path], tmp_path: Path) -> None:
-    """Both round activations, each in its way."""
-    path = write(tmp_path / "four.gguf", HybridShape(weights=gguf.GGMLQuantizationType.Q4_0))
-    with opened(path) as ours, LlamaCppEngine.load(path, context_length=400, threads=1) as theirs:
-        found, wanted = chained(ours, ids_of(100)), theirs.forward(Batch.chain(ids_of(100))).copy()
-    assert np.sqrt(np.square(found - wanted).mean()) < 0.04 * wanted.std()
-
-
-@pytest.mark.parametrize("kind", ["qwen35", "qwen35moe", "lfm2", "lfm2moe", "granitehybrid", "granitehybridmoe"])
-def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch", reason="this comparison needs torch: scripts/run.py install export")
-    transformers = pytest.importorskip("transformers")
-    if not hasattr(transformers, "Qwen3_5ForCausalLM"):
-        pytest.skip("this release of transformers has no Qwen3.5")
-    from hub_hybrids import make_hybrid
-
-    shape = HybridShape(head_size=32 if kind.startswith("qwen35") else 16, rotated=16, state_heads=6, key_heads=2)
-    if kind == "qwen35moe":
-        shape = replace(shape, experts=(6, 2, 32), is_joined=True)
-    if kind.startswith("granite"):  # twice as many values as the model is wide
-        shape = replace(shape, state_heads=4)
-    if kind in ("lfm2moe", "granitehybridmoe"):
-        shape = replace(shape, experts=(6, 3, 32))
-    model, ids = make_hybrid(kind, tmp_path / "model.gguf", shape), ids_of(100)
-    with torch.no_grad():
-        wanted = model(torch.tensor([ids])).logits[0].numpy()
-    with opened(tmp_path / "model.gguf") as engine:
-        found = chained(engine, ids)
-    assert np.linalg.norm(found - wanted) < 1e-4 * np.linalg.norm(wanted)
-    assert np.abs(found - wanted).max() < 1e-3 * wanted.std()
 
 
 @pytest.mark.parametrize("base", [0, 1, 2, 40])
@@ -198,21 +152,14 @@ def test_a_text_returns_to_its_checkpoints(engine: HybridEngine) -> None:
     assert engine.reachable(100) == 100 and engine.length() == 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_drafts_change_no_bit(hybrid: Path, tmp_path: Path, temperature: float) -> None:
+def test_drafts_change_no_bit(hybrid: Path, tmp_path: Path) -> None:
     """Of token ids and of log probabilities."""
     draft = write_model(tmp_path / "draft.gguf")
+    drafters, lengths = ("ngram", "suffix", "model", "tree", "lookahead"), (1, 5, 31)
     with edgespec.load(hybrid, draft=draft, threads=1) as model:
         assert model.target.facts.name == "onnx" and model.target.facts.pinned_class
-        for seed in range(2):
-            sampling, rejected = Sampling(temperature=temperature, seed=seed), 0
-            plain = model.generate(PROMPT, sampling, replace(OPTIONS, drafter="none"))
-            for drafter in ("ngram", "suffix", "model", "tree", "lookahead", "auto"):
-                for length in (1, 5, 31):
-                    found = model.generate(PROMPT, sampling, replace(OPTIONS, drafter=drafter, draft_length=length))
-                    assert (found.token_ids, found.logprobs) == (plain.token_ids, plain.logprobs), (drafter, length)
-                    rejected += found.stats.drafted_tokens - found.stats.accepted_tokens
-            assert rejected > 100
+        found = assert_same_text(model, [*product(drafters, lengths), ("auto", "auto")], num_tokens=32)
+    assert sum(stats.drafted_tokens - stats.accepted_tokens for stats in found.values()) > 1000
 
 
 def test_the_states_have_the_planned_size(hybrid: Path, engine: HybridEngine) -> None:

@@ -18,9 +18,9 @@ from edgespec.chat.template import encode_messages, render_chat
 from edgespec.config.options import LoadOptions
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import EdgespecError, ModelFileError, PromptError
-from edgespec.loading.opening import open_models
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.plan import planned
+from edgespec.runtime import load
 from edgespec.types import Batch, Logits
 from trials import probe
 
@@ -137,7 +137,7 @@ def test_a_tokenizer_that_ends_the_process_is_found_in_a_trial(folder: Path) -> 
     changed_json(folder, "tokenizer.json", lambda t: t | {"model": t["model"] | {"continuing_subword_prefix": "##"}})
     options = LoadOptions(model=str(folder), reproducible=False, threads=TEST_THREADS)
     with pytest.raises(ModelFileError, match=r"not a usable (model|tokenizer)"):
-        open_models(options)
+        load(options)
 
 
 @pytest.mark.skipif(not DEMO.is_dir(), reason="the demo family is not built")
@@ -148,9 +148,9 @@ def test_a_pairs_weights_are_those_of_its_manifest(tmp_path: Path) -> None:
     weights.write_bytes(sound[:5000] + bytes([sound[5000] ^ 1]) + sound[5001:])
     options = LoadOptions(model=str(pair), engine="onnx", drafter="none", threads=TEST_THREADS, context_length=64)
     with pytest.raises(ModelFileError, match="SHA-256"):
-        open_models(options)
+        load(options)
     weights.write_bytes(sound)
-    open_models(options)[1].close()
+    load(options).close()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="names of bytes are a matter of POSIX")

@@ -122,7 +122,7 @@ def test_nothing_is_opened_when_it_does_not_fit(tmp_path: Path, monkeypatch: pyt
         raise AssertionError("an engine was opened")
 
     monkeypatch.setattr("edgespec.loading.opening.open_engine", no_engine)
-    monkeypatch.setattr("edgespec.engines.trial.new_child", no_engine)
+    monkeypatch.setattr("edgespec.engines.trial.Child", no_engine)
     with pytest.raises(CapabilityError, match="the budget is 20 MiB"):
         edgespec.load("demo", memory="20MiB")
 

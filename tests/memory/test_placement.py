@@ -30,7 +30,7 @@ def layers(options: LoadOptions, room: int) -> tuple[object, object]:
 def needed(options: LoadOptions, pair: ModelPair, target: int, draft: int) -> tuple[int, int]:
     """Bytes on devices, of target and draft."""
     plan = planned(replace(options, gpu_layers=target, draft_gpu_layers=draft), pair)
-    return plan.models[0].footprint.device, plan.models[1].footprint.device
+    return plan.models["target"].device, plan.models["draft"].device
 
 
 @pytest.fixture

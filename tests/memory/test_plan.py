@@ -29,7 +29,7 @@ from edgespec.errors import ConfigError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import MOST_SEQUENCES, fit
-from edgespec.memory.plan import Plan, Room, heads_bytes, planned
+from edgespec.memory.plan import Plan, Room, head_bytes, planned
 from llama_headers import LLAMA_8B, LLAMA_70B, write_header
 from needs import NEEDS_KERNELS
 
@@ -78,16 +78,16 @@ def test_the_parts_add_up_and_follow_the_options() -> None:
     assert sum(part.own for part in whole.parts) == whole.own_bytes
     assert sum(part.mapped for part in whole.parts) == whole.mapped_bytes
     assert (whole.context_length, short.context_length) == (2048, 512)
-    cache = [model.footprint.cache for model in (*whole.models, *short.models)]
+    cache = [need.cache for need in (*whole.models.values(), *short.models.values())]
     assert cache[2] < cache[0] / 2 and cache[3] < cache[1]  # the draft's context follows the target's
     alone = plan_of(engine="llamacpp", drafter="none")
-    assert [model.role for model in alone.models] == ["target"]
+    assert list(alone.models) == ["target"]
     assert alone.own_bytes < whole.own_bytes
 
 
 def test_a_cache_of_bytes_takes_about_half() -> None:
     plain, small = (
-        plan_of(engine="llamacpp", cache_type_k=kind, cache_type_v=kind).models[0].footprint for kind in (None, "q8_0")
+        plan_of(engine="llamacpp", cache_type_k=kind, cache_type_v=kind).models["target"] for kind in (None, "q8_0")
     )
     assert small.cache == pytest.approx(17 / 32 * plain.cache, rel=0.01)
 
@@ -130,7 +130,7 @@ def test_a_70b_and_8b_pair_is_planned_from_its_headers_alone(tmp_path: Path, byt
         found = fit(chosen, pair, Room(whole.own_bytes - (64 << 20), ()))
         others = sum(bytes_read[mine:])  # headers of smaller models on this machine, such as the demo's
         fit(chosen, pair, Room(whole.own_bytes - (96 << 20), ()))
-    assert [model.role for model in whole.models] == ["target", "draft"]
+    assert list(whole.models) == ["target", "draft"]
     assert whole.mapped_bytes > target.stat().st_size + draft.stat().st_size
     assert found.given_up and found.plan.own_bytes < whole.own_bytes
     assert once < 8 * MIB and others < 8 * MIB and sum(bytes_read) == once + others
@@ -153,7 +153,7 @@ def test_what_lies_on_a_device_is_not_counted_as_memory_of_the_processor(tmp_pat
     here = plan_of(engine="onnx", provider="cpu")
     there = plan_of(engine="onnx", provider="cuda")
     assert (here.device_bytes, here.device_note) == (0, "")
-    caches = sum(model.footprint.cache for model in here.models)
+    caches = sum(need.cache for need in here.models.values())
     assert there.device_bytes > here.mapped_bytes - here.process.mapped + caches
     assert not any("KV cache" in part.name or "weights in their file" in part.name for part in there.parts)
     assert there.own_bytes < here.own_bytes - caches
@@ -208,7 +208,7 @@ def test_chats_that_share_cells_for_trees_are_planned_so() -> None:
 
     def compute(drafter: DrafterName) -> int:
         options = LoadOptions(model="demo", engine="llamacpp", parallel=8, drafter=drafter)
-        return planned(options, resolve_pair(options)).models[0].footprint.compute
+        return planned(options, resolve_pair(options)).models["target"].compute
 
     assert compute("tree") > compute("auto") + (1 << 20)
 
@@ -224,15 +224,15 @@ def test_each_answer_has_a_cache_of_its_own_in_the_plan(engine: Any) -> None:
     options = replace(OPTIONS, engine=engine)
     pair = resolve_pair(options)
     one, four = (planned(replace(options, parallel=count), pair) for count in (1, 4))
-    for alone, several in zip(one.models, four.models, strict=True):
-        assert several.footprint.cache == pytest.approx(4 * alone.footprint.cache, rel=0.2)
+    for role, alone in one.models.items():
+        assert four.models[role].cache == pytest.approx(4 * alone.cache, rel=0.2)
     assert any("for each of 4 answers" in part.name for part in four.parts)
 
 
 def cells_of(options: LoadOptions) -> int:
     """Cells that are planned for the target."""
     one = replace(options, parallel=1, context_length=CELLS_MULTIPLE - WIDEST)
-    caches = [planned(each, resolve_pair(each)).models[0].footprint.cache for each in (options, one)]
+    caches = [planned(each, resolve_pair(each)).models["target"].cache for each in (options, one)]
     return round(CELLS_MULTIPLE * caches[0] / caches[1])
 
 
@@ -283,7 +283,7 @@ SIZE = EAGLE.stat().st_size
 
 
 def test_opening_heads_takes_more_than_keeping_them() -> None:
-    kept, opening = heads_bytes([EAGLE], 2048, 1)
+    kept, opening = head_bytes(EAGLE, 2048, 1)
     assert opening == 9 * SIZE > kept > 0
     pair = resolve_pair(LoadOptions("demo", engine="onnx", heads=EAGLE, drafter="eagle"))
     plan = planned(LoadOptions("demo", engine="onnx", heads=EAGLE, drafter="eagle"), pair)
@@ -293,8 +293,8 @@ def test_opening_heads_takes_more_than_keeping_them() -> None:
 def test_a_file_that_cannot_be_read_takes_its_size(tmp_path: Path) -> None:
     damaged = tmp_path / "heads.npz"
     damaged.write_bytes(EAGLE.read_bytes()[:1000])
-    assert heads_bytes([damaged], 2048, 1) == (1000, 0)
-    assert heads_bytes([tmp_path / "none.npz", Path("a\0b")], 2048, 1) == (0, 0)
+    assert head_bytes(damaged, 2048, 1) == (1000, 0)
+    assert head_bytes(tmp_path / "none.npz", 2048, 1) == head_bytes(Path("a\0b"), 2048, 1) == (0, 0)
 
 
 def test_a_long_answer_takes_what_was_planned() -> None:

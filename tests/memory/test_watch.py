@@ -11,8 +11,8 @@ import pytest
 import edgespec
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence
-from edgespec.memory.watch import LEAST_FREE_BYTES, MemoryWatch, Relief
-from edgespec.platform.memory import own_bytes, return_freed_memory, spare_memory
+from edgespec.memory.watch import Relief
+from edgespec.platform.memory import LEAST_FREE_BYTES, MemoryWatch, own_bytes, return_freed_memory, spare_memory
 from table_engine import TableEngine
 
 PROMPT = "The quick brown fox jumps over the lazy dog. The quick brown fox"

@@ -56,7 +56,8 @@ def test_what_needs_no_model_tells_the_truth_and_loads_none(host: Host, served: 
     assert {path: host.client.get(path).json() for path in paths} == before
     assert host.ollama("/api/show") == shown
     assert host.client.post("/api/show", json={"model": "other"}).json() == shown
-    assert host.client.get("/props").json() == properties | {"is_sleeping": True, "memory": None}
+    asleep = {"is_sleeping": True, "memory": None, "total_slots": 0, "device": None, "reproducible": None}
+    assert host.client.get("/props").json() == properties | asleep
     assert host.client.get("/api/ps").json() == {"models": []}
     assert "\nedgespec_model_loaded 0\n" in host.client.get("/metrics").text
     assert served.num_loads == 1
@@ -121,7 +122,7 @@ async def test_a_stop_during_a_load_ends_it(host: Host, served: Served):
     assert client.sent[0]["status"] == 503 and b"stopping" in client.body
     late = Client(host.app)
     await late.task
-    assert late.sent[0]["status"] == 503
+    assert late.sent[0]["status"] == 503 and (b"retry-after", b"1") in late.sent[0]["headers"]
     served.service.close()  # does not wait for the load
     assert served.service.is_loading
     served.gate.set()

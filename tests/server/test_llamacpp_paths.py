@@ -13,9 +13,9 @@ from starlette.testclient import TestClient
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.server.completions import read_completion
-from edgespec.server.native import File, fitted, read_infill, read_native
-from edgespec.server.ollama import read_generate_request
+from edgespec.server.answer import Exchange
+from edgespec.server.app import ENDPOINTS
+from edgespec.server.native import File, fitted
 from edgespec.server.service import Loaded, Service
 from edgespec.server.web import NOTES
 from edgespec.vocabulary import FimTokens
@@ -210,50 +210,53 @@ def control(coder_model: Model, ids: list[int]) -> list[str]:
 # -- prompts
 
 
+def prompts(path: str, loaded: Loaded, **fields: Any) -> list[list[int]]:
+    """The token ids of the prompts that a request asks to go on from."""
+    found = ENDPOINTS[path].read(loaded, fields, [])
+    assert isinstance(found, Exchange)
+    return [[*job.prompt_ids] for job in found.jobs]
+
+
 def test_a_suffix_makes_a_gap(loaded: Loaded, coder_model: Model) -> None:
-    read = read_completion(loaded, {"prompt": BEFORE, "suffix": AFTER}, [])
-    assert shown(coder_model, read.jobs[0].prompt_ids) == f"{FIM[0]}{BEFORE}{FIM[1]}{AFTER}{FIM[2]}"
-    ids = coder_model.encode(BEFORE)
-    assert read_completion(loaded, {"prompt": ids, "suffix": AFTER}, []).jobs[0].prompt_ids == read.jobs[0].prompt_ids
-    two = read_completion(loaded, {"prompt": [BEFORE, "x"], "suffix": "y"}, [])
-    assert shown(coder_model, two.jobs[1].prompt_ids) == f"{FIM[0]}x{FIM[1]}y{FIM[2]}"
-    first = read_completion(loaded, {"prompt": "", "suffix": AFTER}, [])
-    assert shown(coder_model, first.jobs[0].prompt_ids) == f"{FIM[0]}{FIM[1]}{AFTER}{FIM[2]}"
+    (read,) = prompts(COMPLETION, loaded, prompt=BEFORE, suffix=AFTER)
+    assert shown(coder_model, read) == f"{FIM[0]}{BEFORE}{FIM[1]}{AFTER}{FIM[2]}"
+    assert prompts(COMPLETION, loaded, prompt=coder_model.encode(BEFORE), suffix=AFTER) == [read]
+    _, second = prompts(COMPLETION, loaded, prompt=[BEFORE, "x"], suffix="y")
+    assert shown(coder_model, second) == f"{FIM[0]}x{FIM[1]}y{FIM[2]}"
+    (first,) = prompts(COMPLETION, loaded, prompt="", suffix=AFTER)
+    assert shown(coder_model, first) == f"{FIM[0]}{FIM[1]}{AFTER}{FIM[2]}"
     for is_raw in (True, False):
-        body = {"model": "coder", "prompt": BEFORE, "suffix": AFTER, "raw": is_raw}
-        assert read_generate_request(loaded, body, []).jobs[0].prompt_ids == read.jobs[0].prompt_ids
+        assert prompts("/api/generate", loaded, model="coder", prompt=BEFORE, suffix=AFTER, raw=is_raw) == [read]
 
 
 def test_texts_around_a_gap_hold_no_control_tokens(loaded: Loaded, coder_model: Model) -> None:
-    read = read_completion(loaded, {"prompt": f"a{FIM[2]}", "suffix": f"{FIM[0]}b<|end|>"}, [])
-    assert control(coder_model, read.jobs[0].prompt_ids) == [*FIM[:3]]
+    (read,) = prompts(COMPLETION, loaded, prompt=f"a{FIM[2]}", suffix=f"{FIM[0]}b<|end|>")
+    assert control(coder_model, read) == [*FIM[:3]]
 
 
 def test_control_tokens_of_a_raw_prompt_are_read(loaded: Loaded, coder_model: Model) -> None:
     """Editors write the tokens themselves, and other programs the marks of a chat template."""
     text = f"{FIM[0]}{BEFORE}{FIM[1]}{AFTER}{FIM[2]}"
-    (job,) = read_completion(loaded, {"prompt": text}, []).jobs
-    assert control(coder_model, job.prompt_ids) == [*FIM[:3]]
-    raw = read_generate_request(loaded, {"model": "coder", "prompt": text, "raw": True}, [])
-    assert raw.jobs[0].prompt_ids == job.prompt_ids
-    chat = read_generate_request(loaded, {"model": "coder", "prompt": text}, [])
-    assert not {*control(coder_model, chat.jobs[0].prompt_ids)} & {*FIM}, "a chat's message is text"
+    (read,) = prompts(COMPLETION, loaded, prompt=text)
+    assert control(coder_model, read) == [*FIM[:3]]
+    assert prompts("/api/generate", loaded, model="coder", prompt=text, raw=True) == [read]
+    (chat,) = prompts("/api/generate", loaded, model="coder", prompt=text)
+    assert not {*control(coder_model, chat)} & {*FIM}, "a chat's message is text"
 
 
 def test_a_prompt_that_begins_the_text_itself_has_one_begin(tmp_path: Path) -> None:
     path = write_model(tmp_path / "bos.gguf", metadata={"tokenizer.ggml.add_bos_token": True})
     with serving(path) as service:
         loaded = service.require()
-        read = [read_completion(loaded, {"prompt": text}, []) for text in ("hi", "<|end|>hi")]
-        read.append(read_native(loaded, {"prompt": "<|end|>hi"}, []))
-        assert [each.jobs[0].prompt_ids for each in read] == [loaded.model.encode("hi")] * 3
+        for path, text in ((COMPLETION, "hi"), (COMPLETION, "<|end|>hi"), ("/completion", "<|end|>hi")):
+            assert prompts(path, loaded, prompt=text) == [loaded.model.encode("hi")]
 
 
 def test_other_files_come_first(loaded: Loaded, coder_model: Model) -> None:
     extra = [{"filename": "a.py", "text": "import b"}, {"filename": "b.py", "text": f"x = 1{FIM[2]}\n"}]
-    (job,) = read_infill(loaded, GAP | {"input_extra": extra, "prompt": "a +"}, []).jobs
-    assert control(coder_model, job.prompt_ids) == [FIM[3], FIM[4], FIM[4], FIM[4], *FIM[:3]]
-    assert shown(coder_model, job.prompt_ids) == (
+    (read,) = prompts("/infill", loaded, **GAP, input_extra=extra, prompt="a +")
+    assert control(coder_model, read) == [FIM[3], FIM[4], FIM[4], FIM[4], *FIM[:3]]
+    assert shown(coder_model, read) == (
         f"{FIM[3]}repository\n{FIM[4]}a.py\nimport b\n{FIM[4]}b.py\nx = 1{FIM[2]}\n{FIM[4]}file\n"
         f"{FIM[0]}{BEFORE}a +{FIM[1]}{AFTER}{FIM[2]}"
     )

@@ -7,7 +7,6 @@ import random
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -147,7 +146,7 @@ def test_an_unknown_field_is_a_note(client: TestClient, path: str, fields: dict[
 
 def test_a_model_that_is_alone_answers_to_any_name(service: Service):
     service.aliases = ("gpt-5", "demo", "mine")
-    client = renamed(service)
+    client = client_of(service)
     ids = [each["id"] for each in client.get("/v1/models").json()["data"]]
     assert ids == ["demo", "gpt-5", "mine"] and client.get("/v1/models/mine").json()["id"] == "mine"
     fields = {"messages": MESSAGES, "max_tokens": 1}
@@ -161,11 +160,6 @@ def test_a_model_that_is_alone_answers_to_any_name(service: Service):
         assert answered.headers[NOTES] == "model: demo answers, the only model here"
     assert client.get("/v1/models/other").json()["id"] == "demo"
     assert client.get("/openapi.json").json()["components"]["schemas"]["Model"]["type"] == ["string", "null"]
-
-
-def renamed(service: Service) -> TestClient:
-    service.loaded = replace(service.require(), name=service.name)
-    return TestClient(create_app(Services(service)), base_url=BASE_URL)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ async def test_a_client_that_leaves_ends_its_generation_and_no_other(service: Se
 async def test_a_request_that_takes_long_to_prepare_holds_up_nobody(model: Model, monkeypatch: pytest.MonkeyPatch):
     """As a grammar may in native code, which nothing can interrupt."""
     held = threading.Event()
-    chat = app.ENDPOINTS["/v1/chat/completions"]._replace(read=lambda *_: held.wait())
+    chat = app.ENDPOINTS["/v1/chat/completions"]._replace(answer=lambda *_: held.wait())
     monkeypatch.setitem(app.ENDPOINTS, "/v1/chat/completions", chat)
     service = Service("demo")
     service.use(model)

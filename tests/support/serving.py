@@ -19,10 +19,28 @@ import edgespec
 from demo import TEST_THREADS, heed_interrupts
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.server.app import create_app
-from edgespec.server.service import Limits, Service, Services
+from edgespec.server.service import Known, Limits, Service, Services
 
 BASE_URL = "http://127.0.0.1"
 ENDS_WITHIN_S = 60.0
+
+
+class Opened:
+    """The files of a service's model that a test has opened."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def known(self) -> Known:
+        loaded = self.service.require()
+        model = loaded.model
+        return Known.read(model.options, model.pair, loaded.sampling, loaded.options.max_tokens)
+
+    def load(self) -> None:
+        raise AssertionError("it stays as it is")
+
+    def fits(self) -> bool:
+        return True
 
 
 @contextmanager
@@ -42,6 +60,7 @@ def serving(
             yield service
         return
     service = Service(name, Limits(max_queued=4, timeout_s=60.0))
+    service.files = Opened(service)
     service.use(model, sampling, options, reasoning_format)
     try:
         yield service

@@ -46,9 +46,6 @@ class Served:
         recommended: dict[str, Any] = dict(pair.recommended)
         return Known.read(self.options, pair, edgespec.Sampling(**recommended), GenerateOptions().max_tokens)
 
-    def check(self) -> None:
-        pass
-
     def fits(self) -> bool:
         return True
 

@@ -12,13 +12,15 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from numpy_layers import attended, fed_forward, normed, rotated
 from tiny_gguf import Shape, begin, finish, write_vocabulary
 
 TARGET = Shape(layers=4)  # a tiny Llama with enough layers to read three of
 LAYERS = [0, 2, 3]
 WIDTH, MASK_ID, NUM_TOKENS = TARGET.width, 290, 299
 TAPS, GROUP, RANK = 3, 16, 8  # of DFlash2
-EPSILON, ROPE_BASE = 1e-5, 10000.0
+EPSILON = 1e-5
+FREQUENCIES = 10000.0 ** (-np.arange(8) / 8)  # of the halves of a head
 Array = NDArray[np.float32]
 
 
@@ -170,7 +172,9 @@ class NumpyBlock:
     def _keys(self, layer: int, x: Array, position: int) -> tuple[Array, Array]:
         """Keys and values [kv_heads, size] of one token."""
         keys = normed((self._of(layer, "attn_k") @ x).reshape(-1, self.shape.size)) * self._of(layer, "attn_k_norm")
-        return rotated(keys, position), (self._of(layer, "attn_v") @ x).reshape(-1, self.shape.size)
+        return rotated(keys[None], position, FREQUENCIES)[0], (self._of(layer, "attn_v") @ x).reshape(
+            -1, self.shape.size
+        )
 
     def block(self, token_id: int, position: int) -> tuple[Array, Array | None]:
         """Logits [rows that propose, vocabulary] behind `token_id`, and confidences [rows that propose]."""
@@ -194,8 +198,7 @@ class NumpyBlock:
         attended = np.stack([self._attended(layer, x, position + row, known) for row, x in enumerate(inputs)])
         xs = xs + self._convolved(layer, "attn", attended @ self._of(layer, "attn_output").T, kernels)[0]
         inputs, kernels = self._convolved(layer, "ffn", normed(xs) * self._of(layer, "ffn_norm"))
-        gate, up = (inputs @ self._of(layer, name).T for name in ("ffn_gate", "ffn_up"))
-        made = (gate / (1 + np.exp(-gate)) * up) @ self._of(layer, "ffn_down").T
+        made = fed_forward(inputs, *(self._of(layer, f"ffn_{name}") for name in ("gate", "up", "down")))
         found: Array = xs + self._convolved(layer, "ffn", made, kernels)[0]
         return found
 
@@ -228,19 +231,15 @@ class NumpyBlock:
     def _attended(self, layer: int, x: Array, position: int, known: dict[int, tuple[Array, Array]]) -> Array:
         """What the row of `x` at `position` reads from all tokens that it sees [heads * size]."""
         shape = self.shape
-        queries = normed((self._of(layer, "attn_q") @ x).reshape(-1, shape.size)) * self._of(layer, "attn_q_norm")
-        queries = rotated(queries, position)
+        queries = normed((self._of(layer, "attn_q") @ x).reshape(1, -1, shape.size)) * self._of(layer, "attn_q_norm")
         window = shape.window if shape.window and shape.windowed[layer] else 1 << 30
         seen = [at for at in known if position - at < window and (at <= position or not shape.causal)]
-        found = []
-        for head, query in enumerate(queries):
-            shared = head // (shape.heads // shape.kv_heads)
-            scores = np.array([known[at][0][shared] @ query for at in seen]) / np.sqrt(shape.size)
-            sink = np.exp(self._of(layer, "attn_sinks")[head] - scores.max()) if shape.has_sinks else 0
-            weights = np.exp(scores - scores.max())
-            weights /= weights.sum() + sink
-            found.append(sum(weight * known[at][1][shared] for weight, at in zip(weights, seen, strict=True)))
-        return np.concatenate(found)
+        keys, values = (np.stack([known[at][which] for at in seen]) for which in (0, 1))
+        sinks = self._of(layer, "attn_sinks") if shape.has_sinks else None
+        sees = np.ones((1, len(seen)), np.bool_)
+        queries = rotated(queries, position, FREQUENCIES)
+        (found,) = attended(queries, keys, values, sees, shape.size**-0.5, sinks)
+        return np.asarray(found)
 
     def _markov(self, token_id: int, states: Array, scores: Array) -> tuple[Array, Array | None]:
         first, before = (0 if self.shape.from_anchor else 1), token_id
@@ -261,17 +260,3 @@ class NumpyBlock:
         found = np.full((len(scores), NUM_TOKENS), missing, np.float32)
         found[:, self._tensors["d2t"]] = scores
         return found
-
-
-def normed(x: Array) -> Array:
-    found: Array = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + EPSILON)
-    return found
-
-
-def rotated(heads: Array, position: int) -> Array:
-    """Rotary positions of [heads, size], whose pairs are the halves of a head."""
-    half = heads.shape[1] // 2
-    angles = position * ROPE_BASE ** (-np.arange(half) / half)
-    first, second = heads[:, :half], heads[:, half:]
-    cos, sin = np.cos(angles), np.sin(angles)
-    return np.concatenate((first * cos - second * sin, first * sin + second * cos), axis=1)

@@ -15,6 +15,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from numpy_layers import attended, normed, rotated
 from tiny_gguf import Shape, begin, finish, vocabulary, write_vocabulary
 
 Floats = NDArray[np.float32]
@@ -270,8 +271,7 @@ class Twin:
         return x * own.get("layer_output_scale", 1.0)
 
     def _norm(self, x: Doubles, weight: Doubles | float = 1.0) -> Doubles:
-        found: Doubles = x / np.sqrt((x * x).mean(-1, keepdims=True) + self.case.epsilon) * weight
-        return found
+        return normed(x, weight, self.case.epsilon)
 
     def _beside(self, token_ids: list[int], x: Doubles) -> Doubles:
         """[tokens, layers, size]: what goes into each layer beside the hidden state."""
@@ -286,34 +286,26 @@ class Twin:
         case, count, size, kv_heads = self.case, len(inner), self.case.size_of(layer), self.case.kv_heads_of(layer)
 
         def project(kind: str, heads: int) -> Doubles:
-            found: Doubles = (inner @ own[f"attn_{kind}"].T + own.get(f"attn_{kind}.bias", 0.0)).reshape(
-                -1, heads, size
-            )
-            return found
+            made = inner @ own[f"attn_{kind}"].T + own.get(f"attn_{kind}.bias", 0.0)
+            return made.reshape(-1, heads, size)
 
-        queries = project("q", case.heads)
-        queries = self._rotated(
-            self._norm(queries, own["attn_q_norm"]) if "attn_q_norm" in own else queries, layer, first
-        )
+        def placed(x: Doubles, kind: str) -> Doubles:
+            return self._rotated(
+                self._norm(x, own[f"attn_{kind}_norm"]) if f"attn_{kind}_norm" in own else x, layer, first
+            )
+
+        queries = placed(project("q", case.heads), "q")
         if "attn_k" in own:
             keys = project("k", kv_heads)
             values = project("v", kv_heads) if "attn_v" in own else keys
-            keys = self._rotated(self._norm(keys, own["attn_k_norm"]) if "attn_k_norm" in own else keys, layer, first)
             values = self._norm(values) if case.is_gemma else values
-            self.cache[layer] = _halves(keys), _halves(values)
-        per_key = case.heads // kv_heads
-        keys, values = (each.repeat(per_key, axis=1) for each in self.cache[read])
-        scores = np.einsum("qhd,khd->hqk", queries, keys) * (1.0 if case.is_gemma else size**-0.5)
+            self.cache[layer] = _halves(placed(keys, "k")), _halves(values)
+        keys, values = self.cache[read]
         distance = first + np.arange(count)[:, None] - np.arange(len(keys))[None]
-        is_seen = (distance >= 0) & ((distance < case.window) | (not case.is_windowed(layer)))
-        scores = np.where(is_seen, scores, -np.inf)
-        sinks = np.broadcast_to(own["attn_sinks"][:, None, None], (case.heads, count, 1)) if case.is_gpt_oss else None
-        joined = scores if sinks is None else np.concatenate((scores, sinks), axis=-1)
-        shares = np.exp(joined - joined.max(-1, keepdims=True))
-        shares = (shares / shares.sum(-1, keepdims=True))[..., : len(keys)]
-        attended = np.einsum("hqk,khd->qhd", shares, values).reshape(count, -1)
-        found: Doubles = attended @ own["attn_output"].T + own.get("attn_output.bias", 0.0)
-        return found
+        sees = (distance >= 0) & ((distance < case.window) | (not case.is_windowed(layer)))
+        scale = 1.0 if case.is_gemma else size**-0.5
+        found: Doubles = attended(queries, keys, values, sees, scale, own.get("attn_sinks")) @ own["attn_output"].T
+        return found + own.get("attn_output.bias", 0.0)
 
     def _rotated(self, x: Doubles, layer: int, first: int) -> Doubles:
         case, half = self.case, x.shape[-1] // 2
@@ -328,10 +320,7 @@ class Twin:
             low, high = max(low, 0.0), min(high, 2 * half - 1.0)
             ramp = np.clip((np.arange(half) - low) / (high - low), 0, 1)
             frequencies, scale = frequencies * (ramp / factor + 1 - ramp), 0.1 * math.log(factor) + 1
-        angles = (first + np.arange(len(x)))[:, None] * frequencies
-        cos, sin = scale * np.cos(angles)[:, None], scale * np.sin(angles)[:, None]
-        left, right = x[..., :half], x[..., half:]
-        return np.concatenate((left * cos - right * sin, left * sin + right * cos), axis=-1)
+        return rotated(x, first + np.arange(len(x)), frequencies, scale)
 
     def _feed(self, own: Mapping[str, Doubles], x: Doubles) -> Doubles:
         case = self.case

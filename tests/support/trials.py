@@ -6,7 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from edgespec.engines.trial import fault_in, new_child
+from edgespec.contained import Child
+from edgespec.engines import trial
 from edgespec.errors import ModelFileError
 
 
@@ -14,9 +15,11 @@ def faults(paths: Sequence[Path], *, timeout_s: float) -> list[str | None]:
     """What is wrong with each file, or None. After a file that ends its child, another one tries the rest."""
     found: list[str | None] = []
     while len(found) < len(paths):
-        with new_child(paths[len(found) :]) as child:
+        with Child(trial.__name__) as child:
+            for path in paths[len(found) :]:
+                child.ask(trial.fault_of, path)
             while child.is_alive and len(found) < len(paths):
-                found.append(fault_in(child, paths[len(found)], timeout_s))
+                found.append(trial.fault_in(child, paths[len(found)], timeout_s))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import tomllib
 import unicodedata
@@ -14,12 +15,12 @@ import pytest
 
 from edgespec.chat.template import render_chat
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
+from edgespec.errors import ConfigError
 from edgespec.formats.manifest import ModelPair, sha256_of
 from edgespec.loading.registry import resolve
 from edgespec.types import Batch
 from edgespec.vocabulary import check_same_vocabulary
-from trainlib import demo_texts as corpus
-from trainlib import public_data as datasets
+from trainlib.documents import read_documents, split_held_out
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"
@@ -153,23 +154,21 @@ def test_the_wheel_carries_the_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert resolve(str(tmp_path / "site" / inside)).name == "demo"
 
 
-# -- the training corpus: how dialogues, problems and functions become documents. Needs no torch
+# -- what training reads
 
 
-def test_dialogues_are_rendered_with_sorted_tools(corpus_folder: Path):
-    documents = corpus.dialogues(corpus_folder / corpus.SGD_TRAIN_FILE, seed=0)
-    with_tools = [d for d in documents if "Tools:\nFindBus(day, to)<|im_end|>" in d]
-    assert 0 < len(with_tools) < len(documents)
-    assert documents == corpus.dialogues(corpus_folder / corpus.SGD_TRAIN_FILE, seed=0)
-    tail = (
-        '<|im_start|>assistant\n<tool_call>{"name": "FindBus", "arguments": {"to": "Fresno", "day": "monday"}}'
-        '</tool_call>\n<tool_response>{"time": "9:00"}</tool_response>\nOne leaves at 9.<|im_end|>\n'
-    )
-    assert all(d.endswith(tail) and d.startswith("<|endoftext|>") and d.count("<|endoftext|>") == 1 for d in documents)
-
-
-def test_arithmetic_loses_its_calculator_marks_and_is_split_by_question(corpus_folder: Path):
-    train, held_out = corpus.arithmetic(corpus_folder / datasets.GSM8K_FILE)
-    assert len(train) + len(held_out) == 99 and 0 < len(held_out) < 15
-    assert not set(train) & set(held_out)
-    assert "<|im_start|>assistant\n7+1=8\nThe answer is 8.<|im_end|>\n" in "".join(train + held_out)
+def test_documents_are_read_from_every_kind_of_file_and_bad_lines_named(tmp_path: Path) -> None:
+    lines = [{"text": "one"}, {"messages": [{"role": "user", "content": "two"}]}, {"prompt": "two"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "b.txt").write_text("three")
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.txt"]
+    found = read_documents(paths)
+    assert found == read_documents(paths[::-1]) and len(found) == 3
+    train, held_out = split_held_out(found, 64)
+    assert len(train) == 2 and len(held_out) == 1
+    for content, said in (("{", "line 1 is not JSON"), ('{"x": 1}', "line 1 has no"), ("\xff", "cannot be read")):
+        (tmp_path / "bad.jsonl").write_bytes(content.encode("latin-1"))
+        with pytest.raises(ConfigError, match=said):
+            read_documents([tmp_path / "bad.jsonl"])
+    with pytest.raises(ConfigError, match="at least two"):
+        split_held_out(["one"], 4)

@@ -1,108 +1,92 @@
-"""Training the demo family on tiny networks and made-up data. Needs torch."""
+"""Training from command to file: a distilled draft that learnt, heads that can be read. Needs torch."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
+import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+
+from edgespec.formats.head_file import read_head_file
 
 torch: Any = pytest.importorskip("torch", reason="training needs torch: scripts/run.py install train")
 transformers: Any = pytest.importorskip("transformers", reason="targets are read by it: scripts/run.py install train")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch's compiler uses its own deprecated parts
-    import demo_family as family
-    from trainlib import demo_network
-    from trainlib import demo_texts as texts
-    from trainlib.demo_network import BatchSchedule, DocumentSampler, network_config, pretrain, split_documents
-    from trainlib.optimise import Muon
+import distill  # noqa: E402
+import heads  # noqa: E402
+from trainlib.demo_texts import save_hf_tokenizer, train_tokenizer  # noqa: E402
 
-TINY = network_config(32, 48, layers=3, heads=2, kv_heads=1, head_dim=16, vocab_size=320)
-TEXTS = [
-    texts.BOS + texts.turn("user", f"find a bus to town {i}") + texts.turn("assistant", "one bus") for i in range(30)
-]
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TALKS = [f"user {i} asks for {i * 7 % 13} tickets to town {i % 5}" for i in range(40)]
 
 
-@pytest.fixture(autouse=True)
-def uncompiled() -> Iterator[None]:
-    """Compiling takes longer than all tests together and changes no result that they look at."""
-    torch.compiler.set_stance("force_eager")
-    yield
-    torch.compiler.set_stance("default")
-
-
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = np.arange(4000, dtype=np.int32) % 300 + 1
-    stream[::60] = 0
-    documents, schedule = split_documents(stream, 0), BatchSchedule(4096, batch_tokens=1024, lengths=((1.0, 64),))
-    half = BatchSchedule(2048, batch_tokens=1024, lengths=((1.0, 64),))
-    monkeypatch.setattr(BatchSchedule, "rate_factor", lambda self, seen: 1.0)
-    ends = []
-    for name, schedules in (("whole", [schedule]), ("halves", [half, schedule])):
-        (tmp_path / name).mkdir()
-        for each in schedules:
-            network = pretrain(TINY, documents, {}, each, tmp_path / name, 0)
-        ends.append(network.state_dict())
-    for name, value in ends[0].items():
-        assert torch.equal(value, ends[1][name]), name
-
-
-def test_the_tokenizer_keeps_marks_whole_and_tool_marks_readable() -> None:
-    tokenizer = texts.train_tokenizer(TEXTS, 400)
-    ids = tokenizer.encode("<|im_start|>user\n<tool_call>{}</tool_call><|im_end|>", add_special_tokens=False).ids
-    assert (ids[0], ids.count(3), ids.count(4), ids[-1]) == (1, 1, 1, 2)
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "user\n<tool_call>{}</tool_call>"
-    stream = texts.encode_documents(tokenizer, TEXTS)
-    assert stream.dtype == np.int32 and (stream == 0).sum() == len(TEXTS)
-
-
-def test_the_stages_make_a_family(tmp_path: Path, corpus_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "standard_library", lambda seed: (["def f(): ..."] * 3, ["def g(): ..."]))
-    monkeypatch.setattr(family, "TARGET", TINY)
-    monkeypatch.setattr(demo_network, "held_out_loss", lambda *_: 1.0)  # the texts are shorter than a window
-    monkeypatch.setattr(family, "DOMAIN_REPEATS", {"dialogue": 20, "code": 20, "arithmetic": 20})
-    sizes = {"hidden": 16, "heads": 1, "kv_heads": 1, "ffn": 32}
-    monkeypatch.setattr(family, "STUDENTS", {"draft": {"layers": 1, **sizes}, "medium": {"layers": 2, **sizes}})
-    run = family.Run(corpus_folder, tmp_path)
-    run.train_target(16384, TEMPLATE)
-    small = {"round_tokens": 128, "round_prompts": 4, "reply_tokens": 8, "window": 32, "batch_tokens": 64}
-    run.distill(1, **small, held_out_prompts=2)
-    out = tmp_path / "out"
-    out.mkdir()
-    family.pack(run, out, with_figures=False)
-    from edgespec.formats.manifest import read_pair
-
-    pair = read_pair(out)
-    assert sorted(pair.files) == ["draft", "medium", "target"] and pair.banner
-
-
-def test_the_sampler_depends_on_its_position_alone() -> None:
-    documents = [np.arange(start, start + 50, dtype=np.int32) for start in range(0, 500, 50)]
-    one, other = DocumentSampler(documents, 3), DocumentSampler(documents, 3)
-    for _ in range(7):
-        batch = one.batch(2, 20)
-    other.position = one.position - 40
-    assert torch.equal(other.batch(2, 20), batch)
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon to compare with")
-@pytest.mark.parametrize("shape", [(48, 16), (16, 48)])
-def test_steps_of_muon_are_those_of_torch(shape: tuple[int, int]) -> None:
-    """In float32, while torch's own computes in bfloat16."""
+def write_target(path: Path) -> Path:
+    """A Llama of three random layers with a tokenizer; beside it talks.jsonl, a text file to prompt it with."""
+    path.mkdir()
+    tokenizer = train_tokenizer(TALKS, 300)
     torch.manual_seed(0)
-    start = torch.randn(shape)
-    gradients = [torch.randn(shape) for _ in range(5)]
-    ends = []
-    for kind in (Muon, torch.optim.Muon):
-        weight = torch.nn.Parameter(start.clone())
-        optimizer = kind([weight], lr=0.02, weight_decay=0.05, momentum=0.95)
-        for gradient in gradients:
-            weight.grad = gradient.clone()
-            optimizer.step()
-        ends.append(weight.detach() - start)
-    assert float((ends[0] - ends[1]).norm() / ends[1].norm()) < 0.03  # bfloat16 has 8 bits
+    config = transformers.LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=2,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():  # a habit that a student can learn: mostly it counts on
+        model.model.embed_tokens.weight.normal_()
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight.roll(1, dims=0) * 0.3)
+    model.save_pretrained(path)
+    save_hf_tokenizer(tokenizer, path, TEMPLATE)
+    (path.parent / "talks.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TALKS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("tiny") / "target")
+
+
+def test_a_draft_learns(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"layers": 1, "hidden": 32, "heads": 2, "rounds": 3, "round_tokens": 8192, "round_prompts": 8}
+    sizes |= {"reply_tokens": 12, "window": 64, "batch_tokens": 128, "held_out_prompts": 4, "patience": 9}
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
+    command = [str(target), "--data", str(target.parent / "talks.jsonl"), "-o", str(tmp_path / "draft"), *given]
+    assert distill.main(command) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("round")]
+    before, *_, after = (float(line.split("acceptance ")[1][:5]) for line in lines)
+    assert len(lines) == 4 and after > before + 0.1
+    student = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
+    assert (student.config.hidden_size, student.config.num_hidden_layers) == (32, 1)
+    assert (tmp_path / "draft" / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
+    assert "(round " in (tmp_path / "draft" / "README.md").read_text()
+    assert distill.main(command) == 2
+    assert "already exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_the_stages_make_a_file_of_heads(kind: str, target: Path, tmp_path: Path) -> None:
+    work = ["--work", str(tmp_path / "work"), "--device", "cpu"]
+    data = ["--data", str(target.parent / "talks.jsonl"), "--places", "16", "--room", "96", "--longest", "24"]
+    assert heads.main(["write", str(target), *work, *data, "--minutes", "0.02"]) == 0
+    learn = ["--kind", kind, "--batch", "512", "--depth", "3", "--read-layers", "1", "--minutes", "0.02"]
+    for _ in range(2):  # the second one goes on
+        assert heads.main(["train", str(target), *work, *learn]) == 0
+    output = tmp_path / "heads.npz"
+    sizes = ["--packed", "60", "--frequent", "20"]
+    assert heads.main(["pack", str(target), *work, "--kind", kind, *sizes, "-o", str(output)]) == 0
+    found = read_head_file(output)
+    assert (found.manifest.kind, found.manifest.depth, found.manifest.layers) == (kind, 3, (1,))
+    assert found.token_ids.size == 60 and found.frequent is not None and found.frequent.size == 20
+    assert str(tmp_path) not in str(found.manifest)
