@@ -39,7 +39,6 @@ class SequenceRows:
 
     @property
     def rows(self) -> slice:
-        """Its rows in the batch."""
         return slice(self.start, self.start + self.count)
 
     def path(self, rows: tuple[int, ...]) -> list[int] | None:

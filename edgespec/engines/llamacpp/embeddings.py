@@ -128,7 +128,6 @@ class Embedder:
         self._cells = 0
 
     def embed(self, token_ids: TokenIds, pooling: PoolingName) -> NDArray[np.float32]:
-        """As `Engine.embed`."""
         llama = library()
         if pooling == "cls" and not self._is_encoder:  # a token does not see those behind it
             token_ids = token_ids[:1]
@@ -153,7 +152,6 @@ class Embedder:
         return found / np.float32(size if pooling == "mean" else 1)
 
     def _run(self, token_ids: TokenIds, position: int, *, gives_states: bool) -> None:
-        """One pass over the tokens from `position` on."""
         self._rows.fill_pairs(position, token_ids, None, outputs=gives_states)
         what = f"embedding {len(token_ids)} tokens"
         if self._cancel.is_set():

@@ -214,7 +214,6 @@ class Head(DraftHead):
         return self._logits(1)[0], self._states(1)[0]
 
     def _run(self, function: Any, width: int) -> None:
-        """One pass over the first `width` rows."""
         if self._cancel.is_set():
             check_pass(ABORTED, self._cancel, "the head's pass")
         forget_complaints()

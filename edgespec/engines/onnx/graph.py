@@ -323,7 +323,6 @@ def tensor_bytes(tensor: Any) -> int:
 
 
 def bytes_per_token(graph: Graph, head_size: int) -> int:
-    """Bytes of a token's keys and values."""
     return sum(entry.heads * head_size * np.dtype(entry.dtype).itemsize for entry in graph.cache)
 
 

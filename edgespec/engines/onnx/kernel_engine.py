@@ -83,7 +83,6 @@ class KernelEngine(SessionEngine):
         self.features = np.zeros((widest if graph.feature_size else 0, graph.feature_size), np.float32)
 
     def set_threads(self, threads: int) -> bool:
-        """As in the base class; the bits are the same."""
         self._require_open()
         check_threads(threads, self.facts)
         self._threads = threads
@@ -129,7 +128,6 @@ class KernelEngine(SessionEngine):
         self._named[CACHE] = other._named[CACHE]
 
     def _place(self, rows: NDArray[np.int32], sequence: int, part: SequenceRows) -> None:
-        """Fill in the `rows` [n, 4] of a sequence."""
         base, start, count = part.base, part.start, part.count
         rows[:, 0] = sequence
         rows[:, 2] = self._counting[base + 1 : base + 1 + count]  # the first number is -1

@@ -96,7 +96,6 @@ class KernelHead(DraftHead):
         self.facts = replace(self.facts, layers=sizes.layers, feature_width=feature_width)
 
     def _part(self, name: Literal["encoder", "chain"], cells: int) -> Any:
-        """A session of a part of the head."""
         source = self._engine.source
         assert isinstance(source, GgufFile)
         graph = source.part(name, cells)

@@ -256,7 +256,6 @@ class Bindings:
                 binding.synchronize_outputs()  # else the cache may be read before the device has written it
 
     def close(self) -> None:
-        """Let go of the session."""
         self._made.clear()
         del self.session
 

@@ -309,7 +309,6 @@ class GgufFile(Source):
 
 
 def all_files(path: Path) -> list[Path]:
-    """All files that a model is opened from."""
     named = (path.parent / name for name in (*CONFIGS, "tokenizer.json", "tokenizer_config.json"))
     return [*ExportFolder(path).files, *(file for file in named if file.is_file())]
 
@@ -354,7 +353,6 @@ class GgufTiles(GgufTensors):
         return self._is_narrow and is_wide and not is_embedding and not inputs % _NARROW_BLOCK
 
     def stored_kind(self, name: str) -> str:
-        """The type of a matrix's tiles."""
         return "Q4_0" if self._is_made_narrow(self._matrix(name)[0]) else self.kind(name)
 
     def file_bytes(self, tensor: TensorInfo) -> int:
