@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -65,9 +66,7 @@ class Batch:
     def chain(token_ids: Sequence[int] | TokenIds, *, sequence: int = 0, last_only: bool = False) -> Batch:
         """Consecutive rows, with logits for all of them or for the last one only (prefill)."""
         ids = np.asarray(token_ids, np.int32)
-        outputs = np.full(ids.size, not last_only)
-        outputs[-1:] = True
-        return Batch(ids, np.arange(-1, ids.size - 1, dtype=np.int32), np.full(ids.size, sequence, np.int32), outputs)
+        return Batch(ids, *_chain_rows(ids.size, sequence, last_only))
 
     @staticmethod
     def tree(pending_token_id: int, draft: Draft, *, sequence: int = 0) -> Batch:
@@ -82,6 +81,17 @@ class Batch:
     def width(self) -> int:
         """Number of rows."""
         return int(self.token_ids.size)
+
+
+@lru_cache(maxsize=256)
+def _chain_rows(count: int, sequence: int, last_only: bool) -> tuple[TokenIds, TokenIds, NDArray[np.bool_]]:
+    """Parents, sequences and outputs [count] of consecutive rows; all batches of this shape share the arrays."""
+    outputs = np.full(count, not last_only)
+    outputs[-1:] = True
+    found = np.arange(-1, count - 1, dtype=np.int32), np.full(count, sequence, np.int32), outputs
+    for array in found:
+        array.flags.writeable = False
+    return found
 
 
 def packed(batches: Sequence[Batch]) -> Batch:

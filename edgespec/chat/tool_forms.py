@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from edgespec.chat.arguments import written_value
-from edgespec.chat.marks import ANSWER_HEADER, CALL, CALL_OPENING, CHANNEL, CHANNELS, MESSAGE
+from edgespec.chat.marks import ANSWER_HEADER, CALL, CALL_HEADER, CALL_OPENING, CHANNEL, CHANNELS, MESSAGE
 from edgespec.errors import PromptError
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"  # around calls of several forms
@@ -190,7 +190,7 @@ _LLAMA_FORM = Form(
 # The first of which a template holds all marks is its form; the plain ones only where no mark of an unknown one is.
 FORMS = (
     Form(
-        "channels", (CHANNEL, MESSAGE, "functions."), f"{CALL_OPENING}{{name}} <|constrain|>json{MESSAGE}", "",
+        "channels", (CHANNEL, MESSAGE, "functions."), CALL_HEADER, "",
         (CALL_OPENING,), (CALL,), (f"{{name}} <|constrain|> json {MESSAGE}", f"{{name}} {MESSAGE}"),
         takes_several=False, before_answer=ANSWER_HEADER, other_marks=CHANNELS.names,
     ),

@@ -5,17 +5,16 @@ compares the tokens and log probabilities of both.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
 
-from edgespec.bench.prompts import BenchPrompt, built_in, choose, random_text, read_prompts
+from edgespec.bench.prompts import built_in, choose, encode, random_text, read_prompts
 from edgespec.bench.report import Report, Side, Summary, check_picture, describe, picture, report_of, shown, table_lines
 from edgespec.bench.runner import Divergence, Task, Trial, first_divergence, run_trials, tasks_of
 from edgespec.bench.sweep import PLAIN, Sweep, costs_of, explain_json, explain_lines, sweep_json, sweep_lines
@@ -73,29 +72,25 @@ def command(
         if prompts is None:
             domains |= random_text(session.model.target.vocabulary, session.seed)
         most = session.model.context_length - (session.options.max_tokens or 0)
-        encode = partial(_encode, session)
+        encoded = partial(encode, session.model, session.shown.chat_template)
         chosen, too_long = choose(
-            domains, lambda prompt: len(encode(prompt)) <= most, one_each=sweep and prompts is None
+            domains, lambda prompt: len(encoded(prompt)) <= most, one_each=sweep and prompts is None
         )
         if too_long:
             note(f"left out: {too_long} prompts, too long for the context with a full answer")
-        tasks = tasks_of(chosen, encode, session.sampling, repeat or (SWEEP_REPEAT if sweep else DEFAULT_REPEAT))
+        tasks = tasks_of(chosen, encoded, session.sampling, repeat or (SWEEP_REPEAT if sweep else DEFAULT_REPEAT))
         if sweep:
             return _sweep(session, tasks, explain, as_json)
         return _bench(session, tasks, explain, as_json, plot)
 
 
-def _encode(session: Session, prompt: BenchPrompt) -> list[int]:
-    return prompt.encode(session.model, chat_template=session.shown.chat_template)
-
-
 def _bench(session: Session, tasks: list[Task], explain: bool, as_json: bool, plot: Path | None) -> int:
     model, trials = session.model, list[Trial]()
-    on_trial = progress(len(tasks))
     with stops(model.cancel) as interruption:
         for trial in run_trials(model, session.options, tasks, interruption.is_set):
             trials.append(trial)
-            on_trial(_trial_line(trial))
+            # no bar: a thread that redraws one would take the time of what is measured
+            note(f"{len(trials)}/{len(tasks)}  {_trial_line(trial)}")
     if not trials:
         note("interrupted before the first result")
         return INTERRUPTED
@@ -116,10 +111,11 @@ def _bench(session: Session, tasks: list[Task], explain: bool, as_json: bool, pl
 def _sweep(session: Session, tasks: list[Task], explain: bool, as_json: bool) -> int:
     model = session.model
     sweep = Sweep(model, session.options)
-    on_run = progress(len(tasks) * len(sweep.choices))
+    total = len(tasks) * len(sweep.choices)
     with stops(model.cancel) as interruption:
-        for task, choice, measured in sweep.run(tasks, interruption.is_set):
-            on_run(f"{task.prompt.domain:<15}  {choice!s:<20}  {measured.stats.tokens_per_second:.1f}")
+        for number, (task, choice, measured) in enumerate(sweep.run(tasks, interruption.is_set), 1):
+            rate = f"{measured.stats.tokens_per_second:.1f}"
+            note(f"{number}/{total}  {task.prompt.domain:<15}  {choice!s:<20}  {rate}")
     if not sweep.domains:
         note("interrupted before the first result")
         return INTERRUPTED
@@ -152,12 +148,6 @@ def _trial_line(trial: Trial) -> str:
     return f"{prompt.domain:<15}  {text:<{_SHOWN_CHARACTERS}}  {plain:.1f} -> {drafted:.1f}  {ratio}"
 
 
-def progress(total: int) -> Callable[[str], None]:
-    """Shows each finished run as a line: a thread that redraws a bar would take the time of what is measured."""
-    done = count(1)
-    return lambda line: note(f"{next(done)}/{total}  {line}")
-
-
 # -- verify
 
 VERIFIED_TOKENS = 64
@@ -180,10 +170,10 @@ def verify(model_name: str | None, config_file: Path | None, as_json: bool, **gi
         settings = settings.below({"reproducible": True}, "what verify checks")
     session = open_measured(settings, "verify", {"draft_length": DRAFT_LENGTH, "max_tokens": VERIFIED_TOKENS})
     with session.model as model:
-        prompts = [BenchPrompt(*each) for each in PROMPTS]
         # greedily, and with the sampling asked for where that is another
         heats = [replace(session.sampling, temperature=heat) for heat in sorted({0.0, session.sampling.temperature})]
-        tasks = [task for heat in heats for task in tasks_of(prompts, partial(_encode, session), heat, 1)]
+        encoded = partial(encode, model, session.shown.chat_template)
+        tasks = [task for heat in heats for task in tasks_of(PROMPTS, encoded, heat, 1)]
         compared: Compared = []
         for trial in run_trials(model, session.options, tasks, compares=True):
             found = first_divergence(trial.standard, trial.speculative, exact=model.reproducible)

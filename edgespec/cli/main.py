@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,7 +49,7 @@ _MORE = {
 COMMANDS = {**_EVERYDAY, **_MORE}
 ALIASES = {"generate": "run", "list": "ls", "remove": "rm", "pair": "drafts"}
 # Short commands that share a module.
-_HOMES = dict.fromkeys(("ls", "show", "pull", "add", "rm", "drafts"), "models") | {"verify": "bench"}
+_HOMES = dict.fromkeys(("ls", "show", "plan", "pull", "add", "rm", "drafts"), "models") | {"verify": "bench"}
 _RAISE_LIMITS = "Raise its limits (ulimit -v, ulimit -d), or close other programs"
 # What writing to a pipe that nobody reads any more fails with.
 _READER_GONE = (errno.EPIPE, errno.EINVAL) if os.name == "nt" else (errno.EPIPE,)
@@ -226,12 +227,8 @@ def _is_for_want_of_memory(exc: BaseException) -> bool:
     """Whether too little memory explains it: no thread could be started, or importing a module failed in any way."""
     if isinstance(exc, RuntimeError) and "start new thread" in str(exc):
         return True
-    trace = exc.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        trace = trace.tb_next
-    return isinstance(exc, ImportError)
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(exc.__traceback__))
+    return isinstance(exc, ImportError) or any(file.startswith("<frozen importlib") for file in files)
 
 
 def _report(message: str, code: int) -> int:

@@ -96,6 +96,8 @@ class AutoController(Controller):
         super().__init__()
         self.drafters, self.costs = dict(drafters), costs
         self._clock = self._own_clock = clock
+        self._paid = [name for name, drafter in drafters.items() if not drafter.is_free]
+        self._serving = self.drafters  # those that may draft in this answer
         costs.add({name: drafter.costs_once for name, drafter in drafters.items()})
         self.bank = TimeBank(c.DRAFTING_SHARE * share, c.START_PASSES * costs.curve.at(1), is_guessed=True)
         self.kinds: dict[str, dict[str, DrafterState]] = {}
@@ -136,6 +138,7 @@ class AutoController(Controller):
         if self._is_new:  # a request tells the kind of the whole answer
             self._is_new = False
             self._states = self._of_kind(kind_of(request, self._prompt_tokens))
+            self._serving = {name: drafter for name, drafter in self.drafters.items() if drafter.serves(request)}
             self._allow(self._prefill_s / costs.curve.at(1))
         if not costs.curve.is_sure_of_plain:
             return NOTHING  # all costs are relative to plain decoding's, so that is timed first
@@ -155,8 +158,8 @@ class AutoController(Controller):
     def _expected(self, request: DraftRequest, prices: Prices) -> Round:
         """What each drafter is expected to gain: free ones draft, of paid ones it is known from earlier drafts."""
         found = Round(prices)
-        for name, drafter in self.drafters.items():
-            if name in self._left_out or not drafter.serves(request):
+        for name, drafter in self._serving.items():
+            if name in self._left_out:
                 continue
             self._asked = name
             if not drafter.is_free:
@@ -318,9 +321,8 @@ class AutoController(Controller):
 
     def _allow(self, num_tokens: float) -> None:
         """The bank's share of what plain decoding does in `num_tokens` passes may be lost on each paid drafter."""
-        for name, drafter in self.drafters.items():
-            if not drafter.is_free:
-                self._states[name].allow(self.bank.share * num_tokens)
+        for name in self._paid:
+            self._states[name].allow(self.bank.share * num_tokens)
 
     def _learn_unused(self, decided: Round, proposal: Proposal, verdict: Verdict, start: int) -> None:
         """Keep the drafts that were not verified, and learn from those that the text decides by now."""

@@ -212,11 +212,6 @@ class DrafterPool:
         return self.drafters[name]
 
     @property
-    def draft_engine(self) -> Engine | None:
-        """The draft model's engine; None without one that is not the target's."""
-        return self.drafters[self.draft_name].engine if self.draft_name else None
-
-    @property
     def draft_name(self) -> DrafterName | None:
         """The drafter that the pair's draft became."""
         return next((name for name, spec in SPECS.items() if spec.is_pairs_draft and name in self.drafters), None)

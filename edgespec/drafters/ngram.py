@@ -45,11 +45,11 @@ class FollowedText:
         return _BYTES_PER_TOKEN * len(self.ids)
 
 
-def looked_up(request: DraftRequest, found: Iterable[tuple[int, Evidence]]) -> Draft:
-    """A chain of tokens with their evidence, as far as the request wants them and they are expected to pay."""
+def looked_up(request: DraftRequest, found: Iterable[tuple[int, Evidence]], most: int) -> Draft:
+    """A chain of at most `most` tokens with their evidence, as long as the request wants more of them."""
     chosen: list[int] = []
     evidence: list[Evidence] = []
-    for token_id, scores in islice(found, request.max_tokens):
+    for token_id, scores in islice(found, min(most, request.max_tokens)):
         chosen.append(token_id)
         evidence.append(scores)
         if request.should_continue is not None and not request.should_continue(len(chosen), scores):

@@ -50,11 +50,6 @@ class SuffixAutomaton:
         state = self._link[self._last] if self.num_tokens else ROOT
         return state, self._length[state]
 
-    def shorter(self, state: int) -> tuple[int, int]:
-        """(state, length) of the longest suffix of `state`'s strings that occurs in more places; the root ends it."""
-        state = self._link[state]
-        return state, self._length[state]
-
     def extend(self, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
             self._append(token_id)
@@ -229,13 +224,9 @@ class SuffixDrafter(Drafter):
     is_free = True
 
     def __init__(
-        self,
-        min_match: int = 1,
-        max_indexed: int = 1 << 16,
-        corpora: Sequence[SuffixIndex] = (),
-        answers: AnswerIndex | None = None,
+        self, max_indexed: int = 1 << 16, corpora: Sequence[SuffixIndex] = (), answers: AnswerIndex | None = None
     ) -> None:
-        self._min_match, self._max_indexed = min_match, max_indexed
+        self._max_indexed = max_indexed
         self._text = FollowedText()
         self._automaton = SuffixAutomaton()
         self._lasting, self._answers = corpora, answers or AnswerIndex()
@@ -243,7 +234,7 @@ class SuffixDrafter(Drafter):
 
     def another(self, sequence: int) -> Drafter | None:
         """It searches the same corpora and answers."""
-        return SuffixDrafter(self._min_match, self._max_indexed, self._lasting, self._answers)
+        return SuffixDrafter(self._max_indexed, self._lasting, self._answers)
 
     def learn(self, answer_ids: TokenIds) -> None:
         """An answer [n] is complete; later texts may draft from it."""
@@ -267,12 +258,10 @@ class SuffixDrafter(Drafter):
             for corpus in self._corpora:
                 corpus.follow(self._text.ids)
             longest = max(self._corpora, key=lambda corpus: corpus.length)
-            if longest.length > (length + _NEARER if length else self._min_match - 1):
-                request = request.at_most(_GROWTH * longest.length)
-                return looked_up(request, _copied_from(longest, request.max_tokens))
-        return (
-            looked_up(request.at_most(_GROWTH * length), self._copied()) if length >= self._min_match else EMPTY_DRAFT
-        )
+            if longest.length > (length + _NEARER if length else 0):
+                most = min(_GROWTH * longest.length, request.max_tokens)
+                return looked_up(request, _copied_from(longest, most), most)
+        return looked_up(request, self._copied(), _GROWTH * length) if length else EMPTY_DRAFT
 
     def _copied(self) -> Iterator[tuple[int, Evidence]]:
         """From the text itself."""

@@ -343,10 +343,10 @@ class CachedSequence:
 
     def scoring(self, pending_token_id: int, draft: Draft) -> Passes[Logits]:
         """Logits [1 + draft tokens, vocabulary] of the pending token and every draft node; `keep` must follow."""
-        if draft.num_tokens:
-            batch = Batch.tree(pending_token_id, draft, sequence=self.sequence)
+        if draft.is_chain:
+            batch = Batch.chain([pending_token_id, *draft.token_ids.tolist()], sequence=self.sequence)
         else:
-            batch = Batch.chain([pending_token_id], sequence=self.sequence)
+            batch = Batch.tree(pending_token_id, draft, sequence=self.sequence)
         logits = yield PassRequest(self, batch, True if self.keeps_features else None)
         self._states.score()
         return logits
@@ -381,17 +381,17 @@ class CachedSequence:
 
     def keep(self, pending_token_id: int, draft: Draft, accepted_nodes: tuple[int, ...]) -> None:
         """Commit the pending token and the accepted path of the draft just scored, drop the rest."""
-        rows = [0, *(node + 1 for node in accepted_nodes)]
-        self._states.keep(self.length, rows)
-        if not draft.num_tokens:
-            self._append(np.array([pending_token_id], np.int32))
-            return
-        if draft.is_chain:
-            if len(accepted_nodes) < draft.num_tokens:
-                self.engine.rollback(self.length + len(rows), self.sequence)
-        else:
+        start, rows = self._length, [0, *(node + 1 for node in accepted_nodes)]
+        end = start + len(rows)
+        self._states.keep(start, rows)
+        if not draft.is_chain:
             self.engine.keep_path(tuple(self._first_row + row for row in rows), self.sequence)
-        self._append(np.array([pending_token_id, *draft.token_ids[list(accepted_nodes)]], np.int32))
+        elif len(accepted_nodes) < draft.num_tokens:
+            self.engine.rollback(end, self.sequence)
+        self._ids[start] = pending_token_id
+        if accepted_nodes:
+            self._ids[start + 1 : end] = draft.token_ids[list(accepted_nodes)]
+        self._length = end
 
     def rollback(self, to_length: int) -> None:
         # The length first: after an interrupt the engine then holds too many tokens, which `reconcile` removes.

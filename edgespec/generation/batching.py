@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Self
 from weakref import WeakMethod
@@ -23,7 +22,6 @@ import numpy as np
 
 from edgespec.control.base import Controller
 from edgespec.control.cost import WIDEST
-from edgespec.control.prices import RunCosts
 from edgespec.control.threads import Started
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import PassRequest
@@ -55,9 +53,10 @@ def no_event(_event: TokenEvent) -> None:
 class Member:
     """One running generation. `on_event` is called with each of its events, `on_end` with what ended it.
 
-    `resume` moves its loop on; `waiting`: the pass that it asked for at `asked_s`; `beside`: how many sequences decode
-    in the target's next pass, and the others' rows, those of prompts among them, that its latest draft was priced with;
-    `latest_pass`: number of its latest pass of the target, in which it had `latest_rows`.
+    `waiting`: the pass that its loop asked for at `asked_s`, one of a draft model if it `is_drafting`; `reply`: the
+    logits or the failure of that pass, with which the loop goes on. `beside`: how many sequences decode in the target's
+    next pass, and the others' rows, those of prompts among them, that its latest draft was priced with; `latest_pass`:
+    number of its latest pass of the target, in which it had `latest_rows`.
     """
 
     claim: Claim
@@ -67,10 +66,11 @@ class Member:
     controller: Controller | None
     on_event: Callable[[TokenEvent], None]
     on_end: Callable[[Exception | None], None]
-    resume: Callable[[], TokenEvent | PassRequest]
     latest_pass: int
     waiting: PassRequest | None = None
+    reply: Logits | Exception | None = None
     asked_s: float = 0.0
+    is_drafting: bool = False
     beside: tuple[int, int, int] = _ALONE
     latest_rows: int = 1
 
@@ -84,11 +84,6 @@ class Member:
         """The pass that it waits for."""
         assert self.waiting is not None
         return self.waiting
-
-    @property
-    def is_drafting(self) -> bool:
-        """Whether the pass that it waits for is one of a draft model."""
-        return self.waiting is not None and self.waiting.cache is not self.run.target
 
     @property
     def expected_rows(self) -> int:
@@ -107,10 +102,6 @@ class ContinuousBatch:
         self._members: list[Member] = []
         self._num_passes = 0
         self._can_pack = False
-
-    @property
-    def _costs(self) -> RunCosts:
-        return self._executor.pool.costs
 
     @property
     def claims(self) -> list[Claim]:
@@ -178,8 +169,7 @@ class ContinuousBatch:
             raise
         run.on_prompt = on_prompt
         loop = steps(run, controller, RULES[request.rule])
-        resume = partial(next, loop)
-        member = Member(generation.claim, run, slot, loop, controller, on_event, on_end, resume, self._num_passes)
+        member = Member(generation.claim, run, slot, loop, controller, on_event, on_end, self._num_passes)
         if threads is not None and not self._members:
             threads.begin()
         self._members.append(member)
@@ -273,7 +263,7 @@ class ContinuousBatch:
             return []
         except Exception as exc:
             if len(chosen) == 1:
-                chosen[0].resume = partial(chosen[0].steps.throw, exc)
+                chosen[0].reply = exc
                 return list(chosen)
             for member in chosen:  # each alone, to find out whose fault it is
                 with suppress(EdgespecError):  # it fails again, alone
@@ -283,14 +273,15 @@ class ContinuousBatch:
             return []
         self._share(chosen, started)
         for member, rows in zip(chosen, logits, strict=True):
-            member.resume = partial(member.steps.send, rows)
+            member.reply = rows
         return list(chosen)
 
     def _share(self, chosen: Sequence[Member], started: Started) -> None:
         """Charge each member its part of a pass, by its rows or what these cost, and teach the costs what it took."""
-        seconds, is_disturbed, is_drafting = perf_counter() - started.wall_s, False, chosen[0].is_drafting
+        seconds, is_disturbed = perf_counter() - started.wall_s, False
         widths = [member.asked.batch.width for member in chosen]
         num_rows = sum(widths)
+        is_drafting = chosen[0].is_drafting
         if not is_drafting:
             self._num_passes += 1
             if (threads := self._executor.pool.threads) is not None:
@@ -301,7 +292,7 @@ class ContinuousBatch:
                 member.latest_pass, member.latest_rows = self._num_passes, 1 if member.is_reading else rows
         if is_drafting or not any(member.controller is not None for member in chosen):
             return
-        costs = self._costs
+        costs = self._executor.pool.costs
         costs.was_shared = len(chosen) > 1
         decoding = [member for member in chosen if not member.is_reading]
         if len(chosen) == 1 or not decoding:
@@ -347,9 +338,9 @@ class ContinuousBatch:
 
     def _resumed(self, member: Member) -> TokenEvent | None:
         """Run a member's loop up to its next event; None: it waits for a pass, or has ended."""
-        resume, member.resume, member.waiting = member.resume, partial(next, member.steps), None
+        reply, member.reply, member.waiting, member.is_drafting = member.reply, None, None, False
         try:
-            step = resume()
+            step = member.steps.throw(reply) if isinstance(reply, Exception) else member.steps.send(reply)
         except StopIteration:
             self._leave(member)
         except Exception as exc:
@@ -358,6 +349,7 @@ class ContinuousBatch:
             if not isinstance(step, PassRequest):
                 return step
             member.waiting, member.asked_s = step, perf_counter()
+            member.is_drafting = step.cache is not member.run.target
         return None
 
     def _look_around(self, member: Member) -> None:
@@ -367,7 +359,7 @@ class ContinuousBatch:
         if not member.is_drafting:
             self._note_others(member)
         if member.controller is not None:  # all controllers decide by the same costs
-            self._costs.share_passes(*member.beside)
+            self._executor.pool.costs.share_passes(*member.beside)
 
     def _note_others(self, member: Member) -> None:
         if len(self._members) == 1:

@@ -23,8 +23,7 @@ from edgespec.engines.sequence import PassRequest, answered
 from edgespec.errors import Cancelled, EdgespecError, EngineError
 from edgespec.generation.run_state import PassShare, Run
 from edgespec.reports import RoundRecord, TokenEvent
-from edgespec.sampling.acceptance import COMPARING, ROOT, Rule, TargetAt
-from edgespec.sampling.sampler import Sampler
+from edgespec.sampling.acceptance import COMPARING, ROOT, Rule
 from edgespec.types import EMPTY_DRAFT, Distribution, Draft, Logits, TokenIds, Verdict
 
 Returned = TypeVar("Returned")
@@ -144,45 +143,32 @@ def _score(run: Run, pending_id: int, draft: Draft) -> Steps[tuple[Logits, float
 
 
 def _judge(run: Run, rule: Rule, draft: Draft, context_ids: TokenIds, logits: Logits) -> Verdict:
-    """Apply the acceptance rule; without a draft, choose the next token as plain decoding does."""
-    position = context_ids.size
-    if not draft.num_tokens:
-        return Verdict((), run.sampler.pick(run.sampler.distribution(logits[0], context_ids), position))
-    verdict = _verdict(rule, draft, _target_at(run, draft, context_ids, logits), run.sampler, position)
-    return replace(verdict, row_choices=tuple(logits.argmax(axis=1).tolist())) if draft.wants_rows else verdict
+    """Apply the acceptance rule; without a draft, choose the next token as plain decoding does.
 
-
-def _verdict(rule: Rule, draft: Draft, target_at: TargetAt, sampler: Sampler, position: int) -> Verdict:
-    """The rule's verdict. A token behind which nothing can be sampled is not accepted but comes next, as undrafted.
-
-    The answer may end with it; if it goes on, the next round fails as plain decoding does, with all before it emitted.
+    A token behind which nothing can be sampled is not accepted but comes next, as undrafted. The answer may end with
+    it; if it goes on, the next round fails as plain decoding does, with all before it emitted.
     """
-    latest = ROOT
+    sampler, latest = run.sampler, ROOT
 
-    def noted(node: int, path: tuple[int, ...]) -> Distribution:
+    def target_at(node: int, path: tuple[int, ...]) -> Distribution:
         nonlocal latest
-        latest = node
-        return target_at(node, path)
+        latest, history = node, context_ids
+        if path and sampler.uses_history:
+            history = np.concatenate((context_ids, draft.token_ids[list(path)]))
+        return sampler.distribution(logits[node + 1], history)
 
+    if not draft.num_tokens:
+        return Verdict((), sampler.pick(target_at(ROOT, ()), context_ids.size))
+    row_choices = tuple(logits.argmax(axis=1).tolist()) if draft.wants_rows else None
     while True:
         try:
-            return rule(draft, noted, sampler, position)
+            verdict = rule(draft, target_at, sampler, context_ids.size)
         except EdgespecError:
             if latest == ROOT:
                 raise
             draft = draft.first(latest)
-
-
-def _target_at(run: Run, draft: Draft, context_ids: TokenIds, logits: Logits) -> TargetAt:
-    """A function that computes the target's distribution after a node, for the nodes that a rule reaches."""
-
-    def target_at(node: int, path: tuple[int, ...]) -> Distribution:
-        history = context_ids
-        if path and run.sampler.uses_history:
-            history = np.concatenate((context_ids, draft.token_ids[list(path)]))
-        return run.sampler.distribution(logits[node + 1], history)
-
-    return target_at
+        else:
+            return verdict if row_choices is None else replace(verdict, row_choices=row_choices)
 
 
 def _record(

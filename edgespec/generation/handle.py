@@ -117,36 +117,6 @@ class Generation(Closing):
 
     def result(self) -> Result:
         """Generate to the end; includes the events that were read before. Raises the errors of iterating."""
-        return self._whole()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> TokenEvent:
-        """`__next__` in a worker thread. Cancelling the asyncio task ends the generation."""
-        event = await self._in_worker(lambda: self._step(self.request.options.max_wait_s))
-        if event is None:
-            raise StopAsyncIteration
-        return event
-
-    async def aresult(self) -> Result:
-        """`result` in a worker thread. Cancelling the asyncio task ends the generation."""
-        return await self._in_worker(self._whole)
-
-    async def _in_worker(self, function: Callable[[], Returned]) -> Returned:
-        """Run `function` in a worker thread, which waits for the turn."""
-        import asyncio  # takes 30 ms, and only async callers need it
-
-        self._executor.turn.require_open()
-        try:
-            step = asyncio.get_running_loop().run_in_executor(_workers(), function)
-            step.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may end after a cancellation
-            return await asyncio.shield(step)
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
-
-    def _whole(self) -> Result:
         self._step(self.request.options.max_wait_s, to_end=True)
         if self.failure is not None:
             raise self.failure
@@ -166,6 +136,33 @@ class Generation(Closing):
             stats=self.stats,
             top_logprobs=tops,
         )
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        """`__next__` in a worker thread. Cancelling the asyncio task ends the generation."""
+        event = await self._in_worker(lambda: self._step(self.request.options.max_wait_s))
+        if event is None:
+            raise StopAsyncIteration
+        return event
+
+    async def aresult(self) -> Result:
+        """`result` in a worker thread. Cancelling the asyncio task ends the generation."""
+        return await self._in_worker(self.result)
+
+    async def _in_worker(self, function: Callable[[], Returned]) -> Returned:
+        """Run `function` in a worker thread, which waits for the turn."""
+        import asyncio  # takes 30 ms, and only async callers need it
+
+        self._executor.turn.require_open()
+        try:
+            step = asyncio.get_running_loop().run_in_executor(_workers(), function)
+            step.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may end after a cancellation
+            return await asyncio.shield(step)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
 
     def _step(self, max_wait_s: float | None, *, to_end: bool = False) -> TokenEvent | None:
         """The next event, or None at the end, to which `to_end` goes on. The first call waits for the turn."""

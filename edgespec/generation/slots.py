@@ -14,6 +14,7 @@ from edgespec.control.pool import DrafterPool
 from edgespec.engines.parked import LEAST_TOKENS, ParkedStates, pays
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.request import Request
+from edgespec.types import TokenIds
 
 MOST_IDLE_TOKENS = 1024  # tokens of idle texts that may stay in cells shared by all sequences
 
@@ -26,10 +27,6 @@ class Slot:
     pool: DrafterPool
     is_taken: bool = False
     latest_use: int = 0
-
-    def reusable_length(self, request: Request) -> int:
-        """How many tokens of a request's prompt it holds already."""
-        return self.sequence.reusable_length(request.prompt_ids)
 
 
 class Slots:
@@ -83,27 +80,28 @@ class Slots:
         A beginning that many prompts share is copied from another place instead. A model that cannot roll back cannot
         copy, so there only the length counts.
         """
-        copies = self._made[0].sequence.engine.facts.can_rollback
-        found = max(self.free(request.options), key=lambda slot: self._preference(slot, request, copies=copies))
+        wanted_ids, copies = request.prompt_ids, self._made[0].sequence.engine.facts.can_rollback
+
+        def preference(slot: Slot) -> tuple[bool, int, int]:
+            kept = slot.sequence.reusable_length(wanted_ids)
+            loses_little = not pays(slot.sequence.length - kept, slot.sequence.length)
+            return copies and loses_little, kept, -slot.latest_use
+
+        found = max(self.free(request.options), key=preference)
         if copies:
-            self._copy_prefix(found, request)
+            self._copy_prefix(found.sequence, wanted_ids)
         self._clear_idle(found)
         found.is_taken = True  # last: where a copy fails, the place is as free as before
         return found
 
-    @staticmethod
-    def _preference(slot: Slot, request: Request, *, copies: bool) -> tuple[bool, int, int]:
-        kept = slot.reusable_length(request)
-        loses_little = not pays(slot.sequence.length - kept, slot.sequence.length)
-        return copies and loses_little, kept, -slot.latest_use
-
-    def _copy_prefix(self, found: Slot, request: Request) -> None:
-        own = found.reusable_length(request)
-        source = max(self.all, key=lambda slot: slot.reusable_length(request))
-        shared = source.reusable_length(request)
+    def _copy_prefix(self, found: CachedSequence, wanted_ids: TokenIds) -> None:
+        own = found.reusable_length(wanted_ids)
+        shared, source = max(
+            ((slot.sequence.reusable_length(wanted_ids), slot.sequence) for slot in self.all), key=lambda pair: pair[0]
+        )
         if shared >= own + LEAST_TOKENS:
-            self._parked.park_before(found.sequence, own)
-            found.sequence.adopt_prefix(source.sequence, shared)
+            self._parked.park_before(found, own)
+            found.adopt_prefix(source, shared)
 
     def _clear_idle(self, found: Slot) -> None:
         """Where sequences share their cells, a pass looks at those of all, so idle texts are parked instead."""

@@ -12,7 +12,7 @@ import platform
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache
@@ -170,24 +170,20 @@ def windows_fast() -> int | None:
     found = ctypes.create_string_buffer(max(needed.value, 1))
     if not ask(_CORE_RELATIONSHIP, found, ctypes.byref(needed)):
         return None
-    return above_lowest(efficiency_classes(found.raw[: needed.value]))
+    return above_lowest(found.raw[: needed.value])
 
 
-def efficiency_classes(records: bytes) -> Iterator[int]:
-    """The class of each core, from records of GetLogicalProcessorInformationEx. A higher one is faster."""
-    offset = 0
-    while offset + _HEADER.size <= len(records):
+def above_lowest(records: bytes) -> int | None:
+    """How many cores are of a faster class than the lowest, by records of GetLogicalProcessorInformationEx.
+
+    None where all are of one class. A phone's fastest core alone would be too few.
+    """
+    classes, offset = list[int](), 0
+    while offset < len(records):
         _, size, _, efficiency_class = _HEADER.unpack_from(records, offset)
-        if size < _HEADER.size:
-            return
-        yield efficiency_class
+        classes.append(efficiency_class)
         offset += size
-
-
-def above_lowest(classes: Iterable[int]) -> int | None:
-    """How many are above the lowest; None where all are equal. A phone's fastest core alone would be too few."""
-    found = list(classes)
-    return sum(each > min(found) for each in found) or None
+    return sum(each > min(classes) for each in classes) or None
 
 
 def reset_peak() -> None:

@@ -58,11 +58,8 @@ class Sampler:
         self._bias_ids = np.fromiter(sampling.logit_bias.keys(), np.int64)
         self._bias = np.fromiter(sampling.logit_bias.values(), np.float32)
         self._adjusts = sampling.uses_history or self._bias_ids.size > 0
-
-    @property
-    def uses_history(self) -> bool:
-        """Whether distributions depend on the tokens before them: penalties and constraints do."""
-        return self.constraint is not None or self.sampling.uses_history
+        # Whether distributions depend on the tokens before them.
+        self.uses_history = constraint is not None or sampling.uses_history
 
     def permitted(self, draft: Draft, history: TokenIds) -> Draft:
         """`draft`, which follows all tokens `history` [n], without what the constraint forbids."""

@@ -204,7 +204,7 @@ class _Sidecar:
                     request.answer = answer
                     async for delta in answer.deltas():
                         self._emit_delta(request_id, delta, loaded.model.target.vocabulary)
-                    notes = [*dict.fromkeys([*notes, *answer.ticket.stats.notes])]  # those of its drafters
+                    notes = [*dict.fromkeys([*notes, *answer.stats.notes])]  # those of its drafters
         except Exception as exc:
             if not request.is_cancelled:  # an answer that was cut by that is no failure
                 self._fail(request_id, as_http_error(exc))

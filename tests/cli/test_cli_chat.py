@@ -113,10 +113,11 @@ def test_continue_goes_on_with_a_cut_answer(tmp_path):
 
 def test_save_load_and_clear(model, tmp_path):
     path = tmp_path / "my conversation.json"
-    chat([*model, "-s", "be brief"], "one", f"/save {path}")
+    first = chat([*model, "-s", "be brief"], "one", f"/save {path}")
     again = tmp_path / "again.json"
     result = chat(model, f"/load {path}", f"/save {again}", "/clear", f"/save {path}")
     assert result.exit_code == 0
+    assert all(shown in result.stderr for shown in ("> one", first.stdout.strip(), "loaded 1 exchange"))
     assert [message["role"] for message in saved(again)] == ["system", "user", "assistant"]
     assert [message["role"] for message in saved(path)] == ["system"]
 
@@ -159,23 +160,17 @@ def test_unset_takes_a_setting_back(model):
 
 BAD = {
     "/unset": "/unset alone does nothing; /unset NAME",
-    "/unset tmep": "unknown setting 'tmep'; did you mean 'temp'?",
     "/unset chat-template": "chat-template is on in every chat",
-    "/hlep": "no such command /hlep; did you mean '/help'?",
     "/xyzzy": "no such command /xyzzy; /help lists them",
     "/temp 0.5": "no such command /temp; did you mean '/set temp VALUE'?",
     "/set temp warm": "/set temp must be a number from 0 to 100, got 'warm'",
-    "/set temp nan": "/set temp must be a number",
     "/set temp": "needs a name and a value",
-    "/set threads two": "/set threads must be a whole number of at least 1",
-    "/model nothing-like-it": "no model 'nothing-like-it'",
     "/set allowed-host x": "allowed-host is a setting of edgespec serve",
     "/set drafter eagle": "drafter 'eagle' needs",
     "/set regex (": "regex",
     "/set draft-length 99": "/set draft-length must be auto or a whole number from 0 to 64",
     "/save": "/save alone does nothing; /save FILE: save the conversation",
     "/read /nonexistent": "/read: the file '/nonexistent' cannot be read",
-    "/load /nonexistent.json": "/nonexistent.json cannot be read",
 }
 
 

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from command_line import run
-from edgespec.cli.terminal import length_note, waiting
+from edgespec.cli.session import length_note
+from edgespec.cli.terminal import waiting
 from edgespec.config.options import SETTINGS, GenerateOptions
 from edgespec.reports import Stats
 from tiny_gguf import Shape, write_model
@@ -127,18 +128,6 @@ def test_a_base_model_is_refused_before_it_is_loaded_with_what_works(base_path, 
             assert f"edgespec run {base_path} --no-chat-template -p 'Once upon a time'" in result.stderr
     works = run("generate", str(base_path), "--no-chat-template", "-p", "Once upon a time", "-n", "2")
     assert works.exit_code == 0, works.stderr
-
-
-# in the chat
-
-
-def test_a_loaded_conversation_is_shown(model, tmp_path):
-    path = tmp_path / "saved.json"
-    first = run("chat", *model, stdin=f"what time is it\n/save {path}\n")
-    shown = run("chat", *model, stdin=f"/load {path}\n").stderr
-    assert "> what time is it" in shown
-    assert first.stdout.strip() in shown
-    assert "loaded 1 exchange" in shown
 
 
 @pytest.mark.parametrize("word", ["/bye", "/quit", "/exit"])

@@ -51,10 +51,6 @@ def test_elsewhere_the_packages_themselves_are_named(installed_elsewhere: None):
     """An index knows these packages, and edgespec perhaps not."""
     assert install_command("llamacpp") == f"{PIP} install 'llama-cpp-python<0.4,>=0.3.36'"
     assert install_command() == f"{PIP} install 'onnx>=1.19' 'onnxruntime>=1.31'"
-
-
-@POSIX
-def test_the_gpu_build_takes_the_place_of_the_other(installed_elsewhere: None):
     remove = f"{PIP} uninstall -y onnxruntime onnxruntime-gpu"
     assert install_command("gpu") == f"{remove}, then {PIP} install 'onnxruntime-gpu[cuda,cudnn]>=1.31'"
     assert reinstall_command("onnx") == f"{PIP} install --force-reinstall 'onnx>=1.19'"

@@ -91,6 +91,7 @@ def test_temperature_zero_is_argmax_and_ties_go_to_the_lowest_id() -> None:
     found = Sampler(Sampling(temperature=0), 4).distribution(row, NO_HISTORY)
     assert found.token_ids.tolist() == [1]
     assert found.probs.tolist() == [1.0]
+    assert Sampling(top_k=-1) == Sampling(top_k=0)
 
 
 @pytest.mark.parametrize("top_k", [0, 3])
@@ -183,14 +184,6 @@ def test_noise_has_the_right_law() -> None:
     uniforms = [Noise(seed).uniform(Stream.ACCEPT, position) for seed in range(100) for position in range(1000)]
     counts = np.histogram(uniforms, bins=50, range=(0, 1))[0]
     assert chi_square_score(counts, np.full(50, len(uniforms) / 50), counts.size - 1) < ALPHA_1E6
-
-
-@pytest.mark.usefixtures("fresh_seeds")
-def test_a_seed_of_minus_one_is_none():
-    assert Sampling(top_k=-1) == Sampling(top_k=0)
-    drawn = {Sampling(seed=-1).seeded().seed for _ in range(3)}
-    assert Sampling(seed=-1) == Sampling(seed=None) == Sampling() and len(drawn) == 3
-    assert Sampling(seed=-2).seeded().seed == -2
 
 
 # -- no random draw is used twice: noise that decided one round must not appear in a later one

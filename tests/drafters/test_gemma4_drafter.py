@@ -178,9 +178,9 @@ def test_a_target_that_is_no_gemma_4_is_refused(tmp_path: Path, drafter_path: Pa
         ({f"{DRAFTER}.nextn_predict_layers": 2}, "differ from its 4 layers"),
         ({f"{DRAFTER}.attention.sliding_window_pattern": [True]}, "has 1 entries for 4 layers"),
         ({f"{DRAFTER}.attention.head_count": 3}, r"faulty\.gguf cannot be loaded"),
-        ({f"{DRAFTER}.embedding_length_out": None}, "embedding_length_out is None"),
+        ({f"{DRAFTER}.embedding_length_out": None}, "embedding_length_out is missing"),
         ({f"{DRAFTER}.rope.dimension_count": 64}, "rotates 64 of 32"),
-        ({f"{DRAFTER}.attention.key_length_swa": None}, "key_length_swa is None"),
+        ({f"{DRAFTER}.attention.key_length_swa": None}, "key_length_swa is missing"),
     ],
 )
 def test_a_faulty_file_is_named(tmp_path: Path, metadata: dict[str, Any], words: str) -> None:

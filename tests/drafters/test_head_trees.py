@@ -173,6 +173,3 @@ def test_nothing_follows_an_end_token_and_nothing_comes_of_no_state(tiny_engine:
     drafter = drafter_of(heads, TOKENS)
     assert drafter.draft(asked._replace(features=None)).num_tokens == 0
     assert drafter.draft(asked._replace(max_tokens=0)).num_tokens == 0
-
-
-# -- the demo pair

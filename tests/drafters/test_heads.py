@@ -172,7 +172,6 @@ def rewritten(path: Path, change: Any) -> None:
         "no manifest": (lambda m, a: a.pop("manifest"), "not a heads file"),
         "another format": (lambda m, a: m.update(format=9), "another format"),
         "unknown key": (lambda m, a: m.update(colour="red"), "unknown way"),
-        "an EAGLE-3 head": (lambda m, a: m.update(generation=3), "EAGLE-3 head, which comes as GGUF"),
         "unknown kind": (lambda m, a: m.update(kind="hydra"), "unknown way .*'hydra'.*kind"),
         "text for a size": (lambda m, a: m.update(depth="3"), "unknown way .*int.*depth"),
         "size out of range": (lambda m, a: m.update(hidden_size=0), "unknown way .*>= 1.*hidden_size"),

@@ -51,7 +51,8 @@ def test_match_and_continuations_are_those_of_a_plain_search(seed: int) -> None:
         followed = followers(ids, length)
         assert best is not None and followed[best[0]] == best[2] == max(followed.values())
         assert total >= followed.total()
-        state, length = automaton.shorter(state)
+        state = automaton._link[state]
+        length = automaton._length[state]
 
 
 def request(ids: list[int], max_tokens: int = 8) -> DraftRequest:
@@ -121,7 +122,8 @@ def test_of_very_many_continuations_the_commonest_is_found() -> None:
     automaton.extend(ids)
     state, length = automaton.match
     while length > 1:
-        state, length = automaton.shorter(state)
+        state = automaton._link[state]
+        length = automaton._length[state]
     best, total = automaton.best_continuation(state)
     assert best is not None and best[0] == 2 and total >= 295
 

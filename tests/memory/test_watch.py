@@ -71,7 +71,7 @@ def test_the_draft_goes_and_the_text_stays(engine: str, draft_length: str) -> No
     options = {**LOAD, "engine": engine, "draft_length": draft_length}
     with edgespec.load("demo", **options) as model:  # type: ignore[arg-type]
         whole = model.generate(PROMPT, options=OPTIONS)
-        assert model.drafters.draft_engine is not None and not whole.stats.notes
+        assert model.drafters.draft_name is not None and not whole.stats.notes
         assert model.memory is not None
         return_freed_memory()
         used = own_bytes()
@@ -83,7 +83,7 @@ def test_the_draft_goes_and_the_text_stays(engine: str, draft_length: str) -> No
         assert found.token_ids == whole.token_ids
         (note,) = found.stats.notes
         assert "over the budget: draft model released (model" in note
-        assert model.drafters.draft_engine is None and "model" not in model.drafters.names
+        assert model.drafters.draft_name is None and "model" not in model.drafters.names
         assert (own_bytes() or 0) < used
         again = model.generate(PROMPT, options=OPTIONS)
         assert again.token_ids == whole.token_ids
@@ -105,7 +105,7 @@ def test_saved_states_go_before_the_draft() -> None:
         model.memory.watch._next_s = 0.0
         stats = model.generate(words[::-1], options=OPTIONS).stats
         assert ["saved states of other conversations dropped" in note for note in stats.notes] == [True]
-        assert model.drafters.draft_engine is not None
+        assert model.drafters.draft_name is not None
 
 
 def test_with_nothing_left_to_release_it_says_so_once_and_goes_on_releasing_states() -> None:
@@ -135,7 +135,7 @@ def test_a_second_model_in_the_process_costs_the_first_one_nothing() -> None:
         first.memory.watch.limit_bytes = (own_bytes() or 0) - (2 << 20)  # what the second one takes is more than that
         first.memory.watch._next_s = 0.0
         assert not first.generate(PROMPT, options=OPTIONS).stats.notes
-        assert first.drafters.draft_engine is not None
+        assert first.drafters.draft_name is not None
 
 
 @pytest.mark.parametrize("platform", ["darwin", "linux"])

@@ -279,7 +279,7 @@ def test_what_is_forced_is_a_call_that_matches(case: str, form: Form, vocabulary
     for ids in texts:
         parser, decoder, calls, rest = ToolParser(form, tools), IncrementalDecoder(vocabulary), [], ""
         for text, more in (
-            *(parser.push(control_text(vocabulary, token, parser.marks) + decoder.push(token)) for token in ids),
+            *(parser.push(control_text(vocabulary, token, parser.form.marks) + decoder.push(token)) for token in ids),
             parser.push(decoder.finish()),
             parser.finish(),
         ):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from tiny_gguf import Shape, begin, finish, vocabulary, write_vocabulary
 
 Extents = Mapping[str, tuple[int, ...]]
+Metadata = Mapping[str, Any] | None
 CONV_KERNEL = 4
 
 
@@ -58,16 +60,12 @@ class HybridShape:
         return layer % 4 != 3
 
 
-def write_lfm2(
-    path: Path, shape: HybridShape = HybridShape(), *, tensors: Mapping[str, NDArray[np.float32]] | None = None
-) -> Path:
-    """Write a random LFM2: short convolutions and attention. `tensors` replace random ones."""
+def write_lfm2(path: Path, shape: HybridShape = HybridShape(), *, metadata: Metadata = None) -> Path:
+    """Write a random LFM2: short convolutions and attention. `metadata` replaces entries."""
     writer = _begin(path, shape.lfm2, shape, shape.layers)
     writer.add_head_count_kv([0 if shape.is_recurrent(n) else shape.kv_heads for n in range(shape.layers)])
     writer.add_uint32(f"{shape.lfm2}.shortconv.l_cache", CONV_KERNEL - 1)
     if shape.experts[0]:
-        writer.add_expert_count(shape.experts[0])
-        writer.add_expert_used_count(shape.experts[1])
         writer.add_expert_feed_forward_length(shape.experts[2])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_leading_dense_block_count(1)
@@ -87,15 +85,13 @@ def write_lfm2(
             }
         else:
             extents |= _attention(layer, shape, size, shape.heads * size, shape.heads * size)
-    return _finish(writer, path, extents, shape, tensors or {})
+    return _finish(writer, path, extents, shape, {}, metadata)
 
 
 GRANITE_SCALES = {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0, "attention.scale": 0.09}
 
 
-def write_granite(
-    path: Path, shape: HybridShape = HybridShape(), *, tensors: Mapping[str, NDArray[np.float32]] | None = None
-) -> Path:
+def write_granite(path: Path, shape: HybridShape = HybridShape(), *, metadata: Metadata = None) -> Path:
     """Write a random Granite 4 H: Mamba-2, and attention without positions. Values are `value_size` wide."""
     writer = _begin(path, "granitehybrid", replace(shape, hidden=shape.experts[2] or shape.hidden), shape.layers)
     inner, width = shape.state_heads * shape.value_size, shape.width
@@ -112,8 +108,6 @@ def write_granite(
     writer.add_ssm_time_step_rank(shape.state_heads)
     writer.add_ssm_group_count(1)
     if shape.experts[0]:
-        writer.add_expert_count(shape.experts[0])
-        writer.add_expert_used_count(shape.experts[1])
         writer.add_expert_shared_feed_forward_length(shape.hidden)
     extents: dict[str, tuple[int, ...]] = {"output_norm.weight": (width,)}
     for layer in range(shape.layers):
@@ -134,7 +128,7 @@ def write_granite(
         else:
             attention = _attention(layer, shape, size, shape.heads * size, shape.heads * size)
             extents |= {name: extent for name, extent in attention.items() if "norm" not in name}
-    return _finish(writer, path, extents, shape, tensors or {})
+    return _finish(writer, path, extents, shape, {}, metadata)
 
 
 def write_qwen35(
@@ -144,10 +138,12 @@ def write_qwen35(
     has_mtp: bool = False,
     tensors: Mapping[str, NDArray[np.float32]] | None = None,
     only_mtp: bool = False,
+    metadata: Metadata = None,
 ) -> Path:
     """Write a random Qwen3.5: gated delta nets, and attention in every fourth layer.
 
-    `has_mtp`: with a multi-token prediction layer; `only_mtp`: without all others; `tensors` replace random ones.
+    `has_mtp`: with a multi-token prediction layer; `only_mtp`: without all others; `tensors` and `metadata` replace
+    what it would hold.
     """
     writer = _begin(path, shape.qwen35, shape, shape.layers + has_mtp)
     inner, size = shape.state_heads * shape.state_size, shape.head_size
@@ -165,8 +161,6 @@ def write_qwen35(
     writer.add_ssm_group_count(shape.key_heads)
     writer.add_uint32(f"{shape.qwen35}.full_attention_interval", 4)
     if shape.experts[0]:
-        writer.add_expert_count(shape.experts[0])
-        writer.add_expert_used_count(shape.experts[1])
         writer.add_expert_feed_forward_length(shape.experts[2])
         writer.add_expert_shared_feed_forward_length(shape.hidden)
     extents: dict[str, tuple[int, ...]] = {"output_norm.weight": (shape.width,)}
@@ -199,12 +193,16 @@ def write_qwen35(
             }
         else:
             extents |= _attention(layer, shape, size, 2 * shape.heads * size, shape.heads * size)
-    return _finish(writer, path, extents, shape, tensors or {})
+    return _finish(writer, path, extents, shape, tensors or {}, metadata)
 
 
 def _begin(path: Path, architecture: str, shape: HybridShape, layers: int) -> gguf.GGUFWriter:
     sizes = {"context": shape.context, "width": shape.width, "hidden": shape.hidden, "heads": shape.heads}
-    return begin(path, architecture, layers=layers, **sizes)
+    writer = begin(path, architecture, layers=layers, **sizes)
+    if shape.experts[0]:
+        writer.add_expert_count(shape.experts[0])
+        writer.add_expert_used_count(shape.experts[1])
+    return writer
 
 
 def _feed_forward(layer: int, shape: HybridShape, norm: str, *, shared: bool = True) -> Extents:
@@ -241,7 +239,12 @@ def _attention(layer: int, shape: HybridShape, size: int, queries: int, output: 
 
 
 def _finish(
-    writer: gguf.GGUFWriter, path: Path, extents: Extents, shape: HybridShape, given: Mapping[str, NDArray[np.float32]]
+    writer: gguf.GGUFWriter,
+    path: Path,
+    extents: Extents,
+    shape: HybridShape,
+    given: Mapping[str, NDArray[np.float32]],
+    metadata: Metadata,
 ) -> Path:
     tokens = write_vocabulary(writer, Shape(merges=shape.merges))
     rng = np.random.default_rng(shape.seed)
@@ -250,7 +253,7 @@ def _finish(
     drawn = {name: given.get(name, _values(rng, name, size)) for name, size in sizes.items()}
     kept = re.compile(r"conv|norm|ssm_[ad]\b")  # as floats; of Granite vectors are matrices
     floats = gguf.GGMLQuantizationType.F32
-    return finish(writer, path, drawn, kind=lambda name: floats if kept.search(name) else shape.weights)
+    return finish(writer, path, drawn, metadata, lambda name: floats if kept.search(name) else shape.weights)
 
 
 def _values(rng: np.random.Generator, name: str, size: tuple[int, ...]) -> NDArray[np.float32]:
