@@ -20,8 +20,10 @@ from typing import Any, NoReturn
 import click
 
 from edgespec import __version__
-from edgespec.cli import as_typed, has_escapes, help_all_option, printable, shows_all
+from edgespec.cli import as_typed, has_escapes, help_all_option, shows_all
+from edgespec.cli.terminal import complain, note, report_progress, set_verbosity, verbosity
 from edgespec.errors import CapabilityError, EdgespecError, UsageError, VocabularyMismatch, spoken_on_the_command_line
+from edgespec.installation import cause_of, has_memory_limit
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 # Modules are imported when their command runs: `edgespec --help` must not pay for numpy, jinja2 or an engine.
@@ -72,8 +74,6 @@ class CommandGroup(click.Group):
         cmd_name = ALIASES.get(cmd_name, cmd_name)
         if cmd_name not in COMMANDS:
             return None
-        from edgespec.installation import has_memory_limit
-
         if has_memory_limit():  # numpy's OpenBLAS needs 32 MiB for each of its threads, or ends the process
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         home = _HOMES.get(cmd_name)
@@ -143,8 +143,6 @@ class CommandGroup(click.Group):
         except MemoryError:  # nothing may be imported here
             code = _report(_NO_MEMORY, FAILED)
         except Exception as exc:
-            from edgespec.installation import cause_of, has_memory_limit
-
             if not (_is_for_want_of_memory(exc) and has_memory_limit()):
                 raise
             needs = "a library needs more memory than this process may have"
@@ -164,8 +162,6 @@ class _Notes(logging.Handler):
     """Shows what the library logs: warnings always, what it is busy with while the user waits or with --verbose."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from edgespec.cli.terminal import note, report_progress, verbosity
-
         message = record.getMessage()
         if record.levelno >= logging.WARNING or verbosity() == "verbose":
             note(f"note: {message}")
@@ -185,8 +181,6 @@ class _Notes(logging.Handler):
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Run language models on this machine, faster through speculative decoding."""
-    from edgespec.cli.terminal import set_verbosity
-
     set_verbosity("normal")
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
@@ -233,7 +227,7 @@ def _is_for_want_of_memory(exc: BaseException) -> bool:
 
 def _report(message: str, code: int) -> int:
     with contextlib.suppress(OSError):  # stderr is gone; the exit code remains
-        click.echo(printable(f"error: {' '.join(message.split())}"), err=True)
+        complain(message)
     return code
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import logging
 import os
 import time
@@ -227,7 +226,7 @@ class Corpus:
     def _write(self, parts: dict[CorpusText, TokenIds]) -> None:
         texts = sorted(parts)
         ids = np.concatenate([parts[text] for text in texts])
-        about = np.frombuffer(json.dumps(texts).encode(), np.uint8)
+        about = np.frombuffer(msgspec.json.encode(texts), np.uint8)
         write_arrays(self.path, about=about, ids=ids, order=sorted_places(ids))
 
 

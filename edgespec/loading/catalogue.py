@@ -135,11 +135,8 @@ class Reference:
     @property
     def name(self) -> str:
         """The name that it gets on this machine."""
-        base = (
-            self.entry.name
-            if self.entry
-            else re.sub(r"[-_.]GGUF$", "", self.repo.rpartition("/")[2], flags=re.IGNORECASE)
-        )
+        repo = re.sub(r"[-_.]GGUF$", "", self.repo.rpartition("/")[2], flags=re.IGNORECASE)
+        base = self.entry.name if self.entry else repo
         suffix = re.sub(r"\.(gguf|onnx)$", "", self.wanted.rpartition("/")[2]).lower()
         return f"{base}-{suffix}" if suffix else base
 

@@ -235,12 +235,9 @@ def placed(options: LoadOptions, pair: ModelPair, room: DeviceRoom | None = None
         own = layers
         setups += [(-1, draft, here) for draft in (-1, 0) for here in range(1, layers + 1)]
     setups += [(count, 0, own) for count in range(layers + 1, -1, -1)]
-    fitting = (
-        (count, draft, here)
-        for count, draft, here in setups
-        if needed(count, 0, here)[0] <= free - (sum(drafts) if draft else 0)
-    )
-    count, draft, here = next(fitting, setups[-1])
+    for count, draft, here in setups:  # the last one where none fits
+        if needed(count, 0, here)[0] <= free - (sum(drafts) if draft else 0):
+            break
     return replace(_with(options, count, draft), cpu_moe_layers=here)
 
 

@@ -86,9 +86,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 def answer_messages(loaded: Loaded, request: MessagesRequest, notes: list[str]) -> MessagesExchange:
     """Answer a conversation (Anthropic)."""
     chat = _as_chat(loaded, request, notes)
-    for name in (*Sampled.__struct_fields__, "max_tokens", "speculative"):
-        setattr(chat, name, getattr(request, name))
-    chat.stop = request.stop_sequences
+    chat.max_tokens, chat.stop, chat.speculative = request.max_tokens, request.stop_sequences, request.speculative
     with sent_as(_SENT_AS):
         return MessagesExchange(prepare(loaded, chat, notes), is_stream=bool(request.stream))
 
@@ -105,8 +103,8 @@ def _as_chat(loaded: Loaded, request: CountRequest, notes: list[str]) -> Chat:
     choice, form = request.tool_choice, request.output_format
     if request.output_config is not None:
         form = request.output_config.format or form
-    chat = Chat(messages=_read_conversation(request))
-    chat.tools = _read_tools(request.tools, notes)
+    sampling = {name: getattr(request, name) for name in Sampled.__struct_fields__}
+    chat = Chat(**sampling, messages=_read_conversation(request), tools=_read_tools(request.tools, notes))
     if choice is not None:
         named = {"type": "function", "function": {"name": choice.name}}
         chat.tool_choice = {"any": "required", "tool": named}.get(choice.type, choice.type)  # type: ignore[assignment]

@@ -181,12 +181,6 @@ def test_an_unknown_variable_names_one_that_is_alike(monkeypatch: pytest.MonkeyP
     assert said in refused("plan", "demo")
 
 
-def test_a_broken_schema_is_named(folder: Path) -> None:
-    file = folder / "answer.json"
-    file.write_text('{"type": "object",')
-    assert "--json-schema is not valid JSON" in refused("generate", "-p", "x", "--json-schema", str(file))
-
-
 def test_a_byte_order_mark_is_no_part_of_a_file(folder: Path) -> None:
     """As PowerShell writes files."""
     schema, settings = folder / "answer.json", folder / "config.toml"

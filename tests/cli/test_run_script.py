@@ -191,14 +191,8 @@ def test_a_second_setup_waits_for_the_first(script, tmp_path, monkeypatch):
 def builder(script, installed, monkeypatch):
     """Stands for edgespec/kernels/build.py."""
 
-    def find_compiler(python):
-        if not found.has_compiler:
-            raise LookupError
-        return ("c++",)
-
-    found = SimpleNamespace(ZIG="ziglang>=0", NoCompiler=LookupError, library=None, has_compiler=True)
+    found = SimpleNamespace(ZIG="ziglang>=0", NoCompiler=LookupError, library=None, find_compiler=Mock())
     found.find_library, found.source_hash = lambda folder: found.library, lambda: "1234"
-    found.find_compiler = find_compiler
     monkeypatch.setattr(script, "kernels_builder", lambda: found)
     monkeypatch.setattr(script.os, "nice", lambda by: None, raising=False)  # for the tests that follow
     return found
@@ -223,7 +217,7 @@ def test_kernels_are_compiled_in_the_background_until_they_are_there(script, bui
 
 
 def test_a_failure_in_the_background_is_told_once_and_not_tried_again(script, builder, started, monkeypatch, capsys):
-    monkeypatch.setattr(script, "step", lambda *given, **names: sys.exit(1))
+    monkeypatch.setattr(script, "step", Mock(side_effect=SystemExit(1)))
     with pytest.raises(SystemExit):
         script.build_kernels_quietly()
     for said in ("could not be compiled", ""):
@@ -237,7 +231,8 @@ def test_a_failure_in_the_background_is_told_once_and_not_tried_again(script, bu
 @pytest.mark.parametrize("has_compiler", [True, False])
 def test_zig_is_fetched_where_there_is_no_compiler_and_removed(script, builder, installed, monkeypatch, has_compiler):
     monkeypatch.setenv("PYTHONPATH", "before")
-    builder.has_compiler = has_compiler
+    if not has_compiler:
+        builder.find_compiler.side_effect = LookupError
     script.ZIG.mkdir()
     script.KERNELS_FAILED.write_text("1234")
     script.build_kernels()

@@ -17,6 +17,7 @@ from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.mapped import MappedSequence, VocabularyMap
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
+from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import EngineError
 from edgespec.sampling.sampler import Sampler
 from edgespec.types import Batch, Logits
@@ -37,6 +38,14 @@ DRAFTERS: dict[str, Callable[[Struck], Drafter]] = {
     "hierarchical medium": lambda engine: HierarchicalDrafter(ModelDrafter(engine.related(0.3)), engine),
     "hierarchical small": lambda engine: HierarchicalDrafter(ModelDrafter(engine), engine.related(0.3)),
 }
+
+
+def caches_of(drafter: Drafter) -> list[CachedSequence]:
+    if isinstance(drafter, TreeDrafter):
+        return [drafter._model.cache]
+    assert isinstance(drafter, ModelDrafter)
+    own = drafter.cache._inner if isinstance(drafter.cache, MappedSequence) else drafter.cache
+    return [own, *(caches_of(drafter._small) if isinstance(drafter, HierarchicalDrafter) else ())]
 
 
 @pytest.mark.parametrize("strikes_at", [1, 2, 3])
@@ -60,6 +69,8 @@ def test_whatever_strikes_a_draft_its_cache_holds_what_it_knows(
     with pytest.raises(error):
         ask(30)
     engine.strike(0)
+    for cache in caches_of(drafter):
+        assert cache.engine.length() == cache.length, "tokens that nobody knows of"
     assert ask(30) == wanted[1]
     assert ask(44) == wanted[2]
 

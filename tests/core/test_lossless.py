@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -155,7 +155,7 @@ def law_score(rule: str, drafter_name: str, num_tokens: int, draft_length: int =
         np.add.at(counts, (ids[:-2], ids[1:-1], ids[2:]), 1)
     assert num_accepted > num_tokens / 20, "so few drafts stood that nothing was tested"
     expected = np.zeros_like(counts)
-    for before in itertools.product(range(LETTERS), repeat=2):
+    for before in product(range(LETTERS), repeat=2):
         row = target.row(before).astype(np.float64)
         expected[before] = counts[before].sum() * np.exp(row - row.max()) / np.exp(row - row.max()).sum()
     tested = expected.min(axis=2) >= 5  # contexts too rare for the chi-square law are left out
@@ -189,7 +189,7 @@ def test_greedy_rejection_is_plain_greedy(name: str) -> None:
 
 LAWS = [
     ("coupled", "model"),  # with other drafters the tokens are the same, which is tested above
-    *itertools.product(("rejection", "block"), ("model", "mapped", "ngram", "hierarchical", "medusa", "eagle")),
+    *product(("rejection", "block"), ("model", "mapped", "ngram", "hierarchical", "medusa", "eagle")),
     *(("rejection", name) for name in ("eagle3", "dflash", "corpus")),
     *(("rejection", "lookahead"), ("block", "kept answers")),
 ]
@@ -206,13 +206,13 @@ def test_joint_law_of_sampled_text_is_the_targets(rule: str, name: str) -> None:
     assert law_score(rule, name, num_tokens=16_000) < ALPHA_1E6
 
 
-HEADS = {kind: {"drafter": kind, "heads": heads.path} for kind, heads in read_pair(DEMO).heads.items()}
-USUAL = [*itertools.product(("model", "ngram", "lookahead"), (1, 4, 12)), ("tree", 6), ("tree", 16), ("model", "auto")]
+HEADS = {kind: {"heads": heads.path} for kind, heads in read_pair(DEMO).heads.items()}  # beside the draft model
+USUAL = [*product(("model", "ngram", "lookahead"), (1, 4, 12)), ("tree", 6), ("tree", 16), ("model", "auto")]
 TWO_STAGES = [("hierarchical", 1), ("hierarchical", 5), ("hierarchical", "auto"), ("model", 4), ("tree", 8)]
 LOADED: dict[str, tuple[dict[str, Any], list[tuple[Any, Any]]]] = {
     "usual": ({}, [*USUAL, ("auto", "auto")]),
     "hierarchical": ({"drafter": "hierarchical"}, TWO_STAGES),
-    **{kind: (options, [(kind, 1), (kind, 4), (kind, "auto"), ("auto", "auto")]) for kind, options in HEADS.items()},
+    **{kind: (given, [*product((kind,), (1, 6, 16, "auto")), ("auto", "auto")]) for kind, given in HEADS.items()},
 }
 
 

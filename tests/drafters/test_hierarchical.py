@@ -22,7 +22,7 @@ from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.errors import CapabilityError, ConfigError, ModelNotFound, VocabularyMismatch
 from edgespec.sampling.sampler import Sampler
 from edgespec.types import Batch, Draft, Logits, Verdict
-from lossless import PROMPTS, VOCABULARY, assert_same_text
+from lossless import VOCABULARY, assert_same_text
 from needs import NEEDS_KERNELS
 from table_engine import TableEngine
 
@@ -207,13 +207,8 @@ def test_an_exit_is_the_small_model_of_a_hierarchy() -> None:
     with edgespec.load(TARGET, medium=medium, exit_layer=LAYERS, threads=TEST_THREADS) as model:
         drafter = model.drafters.drafters["hierarchical"]
         assert isinstance(drafter, HierarchicalDrafter) and drafter._small is model.drafters.drafters["early-exit"]
-        sampling, options = (
-            Sampling(temperature=0.8, seed=3),
-            GenerateOptions(max_tokens=40, drafter="none", ignore_eos=True),
-        )
-        plain = model.generate(PROMPTS[1], sampling, options)
-        found = model.generate(PROMPTS[1], sampling, replace(options, drafter="hierarchical", draft_length=5))
-        assert found.token_ids == plain.token_ids and found.stats.accepted_tokens > 0
+        found = assert_same_text(model, [("hierarchical", 5)], num_tokens=24)
+    assert found["hierarchical", 5].accepted_tokens > 0
 
 
 @NEEDS_KERNELS

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.platform import machine
-from edgespec.platform.memory import Limit, allowed_processors, free_memory, limits, own_bytes
+from edgespec.platform.memory import Limit, allowed_processors, free_memory, limits
 
 MIB = 1 << 20
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and control groups")
@@ -104,15 +104,6 @@ def test_files_that_make_no_sense_limit_nothing(root: Path, damage: str) -> None
 
 def test_nothing_is_known_without_proc(tmp_path: Path) -> None:
     assert not any(each.name == "the limit of this container" for each in limits(tmp_path))
-
-
-@pytest.mark.quiet
-def test_this_process() -> None:
-    own = own_bytes()
-    assert own is not None and MIB < own < 1 << 40
-    held = bytearray(os.urandom(1 << 20) * 64)
-    assert (own_bytes() or 0) - own > len(held) // 2
-    assert (free_memory() or 0) > MIB
 
 
 def test_the_peak_is_this_programs_and_not_that_of_the_one_that_started_it() -> None:

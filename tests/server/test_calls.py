@@ -191,11 +191,39 @@ BEGIN, SEP, LAST = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜too
         ("granite", f"<tool_call> [{OBJECT},\n {OBJECT}]", ("", [CITY, CITY])),
         ("deepseek", f"{BEGIN}function{SEP}find\n```json\n{CITY[1]}```{LAST}", ("", [CITY])),
         ("llama", '{"name": "find", "parameters": {"city": "Rome"}} as {find} says', ("", [SPACED])),
+        ("hermes", '<tool_call>{"name":"f"}</tool_call> So <tool_call>{"name":"g"}</tool_call>', ("", [("f", '{}')])),
+        # without the marks, as small models write it
+        ("hermes", '```json\n{"name": "f", "arguments": {"a": "`x`"}}\n```', ("", [("f", '{"a": "`x`"}')])),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "a \\" and </tool_call> in it"}}</tool_call>',
+         ("", [("f", '{"a": "a \\" and </tool_call> in it"}')])),
+        ("qwen_xml", "<tool_call><function=f><parameter=a> x\n\ny </parameter>"
+                     "<parameter=l>['q', {'r': None}]</parameter>"
+                     "<parameter=o>null</parameter><parameter=e>1</parameter></function></tool_call>\n"
+                     "<tool_call>\n<function=g>\n</function>\n</tool_call>",
+         ("", [("f", '{"a": " x\\n\\ny ", "l": ["q", {"r": null}], "o": null, "e": "1"}'), ("g", '{}')])),
+        ("qwen_xml", "<tool_call><function=f><parameter=a>\nan </parameter> inside\n</parameter>\n"
+                     "<parameter=n>\nmany\n</parameter>\n<parameter=z>\n[1]\n</parameter></function></tool_call>",
+         ("", [("f", '{"a": "an </parameter> inside", "n": "many", "z": [1]}')])),
+        ("qwen_xml", '<tool_call><function=f><parameter=l>{{"a": 1}}</parameter><parameter=n>NaN</parameter>'
+                     "<parameter=b>\nTrue\n</parameter></function></tool_call>",
+         ("", [("f", '{"l": "{{\\"a\\": 1}}", "n": "NaN", "b": true}')])),
+        ("qwen_xml", "<tool_call><function=f><parameter=r>42</parameter><parameter=a>None</parameter></function>",
+         ("", [("f", '{"r": "42", "a": "None"}')])),
+        ("gemma", '<|tool_call>call:f{a:<|"|>x, {y}: "z"<|"|>,n:-1.5,"q": "w"}<tool_call|>',
+         ("", [("f", '{"a": "x, {y}: \\"z\\"", "n": -1.5, "q": "w"}')])),
+        ("lfm", "<|tool_call_start|>[f(a='it\\'s', n=-2, l=[True, {\"k\": null}]), m.g()]<|tool_call_end|>So",
+         ("", [("f", '{"a": "it\'s", "n": -2, "l": [true, {"k": null}]}'), ("m.g", '{}')])),
+        ("lfm", "<|tool_call_start|>[convert-it(from='It's', to='a, 'b'', s=\"a\\/b\", w='x\ny', n=+1.5e3)]"
+                "<|tool_call_end|>",
+         ("", [("convert-it", '{"from": "It\'s", "to": "a, \'b\'", "s": "a/b", "w": "x\\ny", "n": 1.5e3}')])),
+        ("llama", '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
+         ("", [("f", '{}'), ("g", '{}')])),
     ],
 )  # fmt: skip
 def test_slips(form: str, text: str, expected: tuple[str, list[tuple[str, str]]]) -> None:
-    shown, calls = both(ALL[form], text)
-    assert (shown, said(calls)) == expected
+    for step in (1, 7):
+        shown, calls = both(ALL[form], text, step)
+        assert (shown, said(calls)) == expected
 
 
 @pytest.mark.parametrize("step", [1, 1000])
@@ -228,44 +256,6 @@ def test_templates_that_show_calls_get_the_tools_in_the_system_message() -> None
         source, [{"role": "system", "content": "BE KIND"}, {"role": "user", "content": "x"}], tools=TOOLS
     )
     assert again.startswith("[system]BE KIND\n\nYou can call")
-
-
-@pytest.mark.parametrize(
-    ("form", "text", "expected"),
-    [
-        ("hermes", '<tool_call>{"name":"f"}</tool_call> So <tool_call>{"name":"g"}</tool_call>', ("", [("f", {})])),
-        # without the marks, as small models write it
-        ("hermes", '```json\n{"name": "f", "arguments": {"a": "`x`"}}\n```', ("", [("f", {"a": "`x`"})])),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "a \\" and </tool_call> in it"}}</tool_call>',
-         ("", [("f", {"a": 'a " and </tool_call> in it'})])),
-        ("qwen_xml", "<tool_call><function=f><parameter=a> x\n\ny </parameter>"
-                     "<parameter=l>['q', {'r': None}]</parameter>"
-                     "<parameter=o>null</parameter><parameter=e>1</parameter></function></tool_call>\n"
-                     "<tool_call>\n<function=g>\n</function>\n</tool_call>",
-         ("", [("f", {"a": " x\n\ny ", "l": ["q", {"r": None}], "o": None, "e": "1"}), ("g", {})])),
-        ("qwen_xml", "<tool_call><function=f><parameter=a>\nan </parameter> inside\n</parameter>\n"
-                     "<parameter=n>\nmany\n</parameter>\n<parameter=z>\n[1]\n</parameter></function></tool_call>",
-         ("", [("f", {"a": "an </parameter> inside", "n": "many", "z": [1]})])),
-        ("qwen_xml", '<tool_call><function=f><parameter=l>{{"a": 1}}</parameter><parameter=n>NaN</parameter>'
-                     "<parameter=b>\nTrue\n</parameter></function></tool_call>",
-         ("", [("f", {"l": '{{"a": 1}}', "n": "NaN", "b": True})])),
-        ("qwen_xml", "<tool_call><function=f><parameter=r>42</parameter><parameter=a>None</parameter></function>",
-         ("", [("f", {"r": "42", "a": "None"})])),
-        ("gemma", '<|tool_call>call:f{a:<|"|>x, {y}: "z"<|"|>,n:-1.5,"q": "w"}<tool_call|>',
-         ("", [("f", {"a": 'x, {y}: "z"', "n": -1.5, "q": "w"})])),
-        ("lfm", "<|tool_call_start|>[f(a='it\\'s', n=-2, l=[True, {\"k\": null}]), m.g()]<|tool_call_end|>So",
-         ("", [("f", {"a": "it's", "n": -2, "l": [True, {"k": None}]}), ("m.g", {})])),
-        ("lfm", "<|tool_call_start|>[convert-it(from='It's', to='a, 'b'', s=\"a\\/b\", w='x\ny', n=+1.5e3)]"
-                "<|tool_call_end|>",
-         ("", [("convert-it", {"from": "It's", "to": "a, 'b'", "s": "a/b", "w": "x\ny", "n": 1500.0})])),
-        ("llama", '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
-         ("", [("f", {}), ("g", {})])),
-    ],
-)  # fmt: skip
-def test_calls_and_text_are_told_apart(form: str, text: str, expected: tuple[str, list[Any]]):
-    for step in (1, 7, 1000):
-        shown, calls = read(ALL[form], text, step)
-        assert (shown, [(call.name, json.loads(call.arguments)) for call in calls]) == expected
 
 
 @pytest.mark.parametrize("template", [None, "{{ tools }}", "{% if tools %}<tool_call><function={% endif %}",

@@ -160,17 +160,6 @@ def test_an_address_in_use_is_one_line():
         refusal(run("serve", "--port", str(port)), f"cannot listen on 127.0.0.1 port {port}: Address already in use")
 
 
-def test_without_its_libraries_one_line_names_the_command():
-    code = (
-        "import sys; sys.modules |= dict.fromkeys(('starlette', 'uvicorn'))\n"
-        "sys.argv[1:] = ['serve']\nfrom edgespec.__main__ import main\nmain()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: edgespec serve needs starlette and uvicorn") and "install" in line
-
-
 # -- `edgespec serve` with several models as a process: its options, its memory, files that are damaged, signals
 
 

@@ -50,9 +50,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
         ({"messages": [{"role": "king", "content": "x"}]}, None, "allowed: system, user"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "only text is"),
         ({"temperature": "hot"}, "temperature", "must be a number, got 'hot'"),
-        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "give one"),
         ({"n": 6}, "n", "at most 5"),
-        ({"stop": [""]}, "stop.0", "length >= 1"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "digits"),
         ({"logit_bias": {"999999": 1}}, "logit_bias", "vocabulary"),
         ({"top_logprobs": 5}, "top_logprobs", "logprobs: true"),
@@ -63,7 +61,6 @@ WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
         ({"functions": [{"name": "f"}]}, "functions", "use tools"),
         ({"speculative": 4}, "speculative", "must be a boolean or an object"),
         ({"speculative": {"drafters": "x"}}, "speculative.drafters", "did you mean 'drafter'"),
-        ({"speculative": {"drafter": "x"}}, None, "drafter 'x' is not known"),
         ({"speculative": {"draft_length": 65}}, "draft_length", "from 0 to 64"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
         ({"prediction": {"type": "content", "content": 5}}, "prediction.content", "parts of text"),
@@ -79,7 +76,6 @@ WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
     "/v1/messages": [
         ({"max_tokens": None}, None, "max_tokens is missing"),
         ({"messages": [{"role": "user", "content": "x " * 5000}]}, None, "prompt is too long: the prompt has"),
-        ({"system": 5}, None, "reads text only"),
         ({"tools": [{"name": "f"}]}, None, "input_schema"),
         ({"tool_choice": {"type": "any"}}, None, "no tools are given"),
         ({"thinking": {"type": "on"}}, None, "adaptive, disabled, enabled"),
@@ -93,7 +89,6 @@ WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
         ({"options": {"typical_p": 0.5}}, None, "options.typical_p is not supported"),
         ({"top_logprobs": 3}, None, "use /v1/chat/completions"),
         ({"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, None, "only text is"),
-        ({"options": {"top_p": 7}}, None, "options.top_p must be"),
         ({"format": BAD}, None, "format cannot be used"),
     ],
 }
