@@ -54,7 +54,7 @@ class Batch:
 
     `token_ids` [n]; `parents` [n], index of the row before it, or -1 for the last cached token of the sequence;
     `sequences` [n], the KV sequence of each row; `outputs` [n], True for rows that need logits.
-    Rows of one sequence with different parents form a tree; its main chain comes first.
+    Rows of one sequence are together; with different parents they form a tree, whose main chain comes first.
     """
 
     token_ids: TokenIds

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from edgespec.errors import UsageError, VocabularyMismatch
+from edgespec.errors import PromptError, UsageError, VocabularyMismatch
 
 _BAR, _BLANK = "\N{FULLWIDTH VERTICAL LINE}", "\N{LOWER ONE EIGHTH BLOCK}"
 # Tokens with which models of code fill gaps (fill in the middle, FIM): of Qwen, StarCoder, Granite, DeepSeek,
@@ -111,6 +111,14 @@ class Vocabulary(ABC):
     def embedded_ends(self) -> tuple[list[int], list[int]]:
         """Tokens that come before and behind a text that is embedded."""
         return ([self.bos_id] if self.adds_bos and self.bos_id is not None else []), []
+
+    @staticmethod
+    def utf8(text: str) -> bytes:
+        """Raises PromptError for a text that no file and no tokenizer can hold."""
+        try:
+            return text.encode("utf-8")
+        except UnicodeEncodeError as exc:
+            raise PromptError(f"the text is not valid Unicode ({exc}); remove the lone surrogate") from exc
 
     @abstractmethod
     def token_bytes(self, token_id: int) -> bytes:

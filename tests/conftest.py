@@ -102,8 +102,7 @@ def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
             patch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path_factory.mktemp("bytecode")))
         patch.setenv("EDGESPEC_THREADS", str(TEST_THREADS))
-        for engine in ("llamacpp", "onnx"):
-            patch.setattr(f"edgespec.engines.{engine}.settings.default_threads", lambda: TEST_THREADS)
+        patch.setattr("edgespec.engines.model_use.default_threads", lambda: TEST_THREADS)
         patch.setattr("edgespec.config.options.fresh_seed", lambda: 0)  # a text must not decide about a test
         yield home
 

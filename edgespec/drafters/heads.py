@@ -26,7 +26,8 @@ import numpy as np
 
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.growth import CHAIN_PRIOR, ROOT, DrawnChain, Growth, grown, takes_tree
-from edgespec.engines.head import BYTES_PER_FEATURE, DraftHead, States
+from edgespec.engines.head import DraftHead, States
+from edgespec.engines.model_use import BYTES_PER_FEATURE
 from edgespec.types import EMPTY_DRAFT, NO_PARENT, Draft, Logits, TokenIds
 
 

@@ -197,11 +197,6 @@ class Engine(Closing, ABC):
         facts = self.facts
         return self.widest_pass - 1 if facts.can_rollback else min(self.widest_pass - 1, facts.rollback_rows)
 
-    @property
-    def most_branches(self) -> int:
-        """Most side branches of the trees of a batch; 0 where only chains are allowed."""
-        return self.facts.max_branches
-
 
 def usual_steps(most: int) -> tuple[int, ...]:
     """Numbers of threads to choose from, descending from `most`."""

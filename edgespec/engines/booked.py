@@ -22,10 +22,10 @@ from edgespec.types import NO_PARENT, Batch, Logits, TokenIds
 
 @dataclass(slots=True)
 class SequenceRows:
-    """`base`: tokens cached before; `rows`: indices in the batch; `parents`: indices into `rows`, or -1."""
+    """`base`: tokens cached before; `start`: the first row in the batch; `parents`: counted from that one, or -1."""
 
     base: int
-    rows: list[int]
+    start: int
     parents: list[int]
     token_ids: TokenIds
     is_tree: bool = field(init=False)
@@ -33,15 +33,22 @@ class SequenceRows:
     def __post_init__(self) -> None:
         self.is_tree = not is_chain(self.parents)
 
+    @property
+    def count(self) -> int:
+        return len(self.parents)
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.start + self.count)
+
     def path(self, rows: tuple[int, ...]) -> list[int] | None:
-        """Batch rows as indices into `rows`, or None when they are not a path from a root."""
-        index = {row: i for i, row in enumerate(self.rows)}
-        local: list[int] = []
-        for row in rows:
-            if row not in index or self.parents[index[row]] != (local[-1] if local else NO_PARENT):
-                return None
-            local.append(index[row])
-        return local
+        """Batch rows counted from `start`, or None when they are not a path from a root."""
+        local = [row - self.start for row in rows]
+        follows = all(
+            0 <= row < self.count and self.parents[row] == parent
+            for row, parent in zip(local, (NO_PARENT, *local), strict=False)
+        )
+        return local if follows else None
 
     def positions(self) -> list[int]:
         """Position of each row in its text: one after its parent."""
@@ -58,15 +65,12 @@ def is_chain(parents: Sequence[int]) -> bool:
 def split_by_sequence(batch: Batch, lengths: Sequence[int]) -> dict[int, SequenceRows]:
     """A batch as one `SequenceRows` per sequence, in order of first appearance."""
     parents, sequences = batch.parents.tolist(), batch.sequences.tolist()
-    first = sequences[0]
-    if sequences.count(first) == len(sequences):
-        return {first: SequenceRows(lengths[first], list(range(len(parents))), parents, batch.token_ids)}
-    placed = {}
+    placed, start = {}, 0
     for sequence in dict.fromkeys(sequences):
-        rows = [row for row, owner in enumerate(sequences) if owner == sequence]
-        index = {row: i for i, row in enumerate(rows)}
-        local = [index.get(parents[row], NO_PARENT) for row in rows]
-        placed[sequence] = SequenceRows(lengths[sequence], rows, local, batch.token_ids[rows])
+        stop = start + sequences.count(sequence)
+        local = [max(parent - start, NO_PARENT) for parent in parents[start:stop]]
+        placed[sequence] = SequenceRows(lengths[sequence], start, local, batch.token_ids[start:stop])
+        start = stop
     return placed
 
 
@@ -96,14 +100,14 @@ class SequenceBook:
         """A pass has scored these rows: chains are in the cache now, trees need a `keep_path`."""
         for sequence, part in placed.items():
             if not part.is_tree:
-                self.lengths[sequence] += len(part.rows)
+                self.lengths[sequence] += part.count
         waiting = {sequence: part for sequence, part in self._last.items() if part.is_tree}
         self._last = {**waiting, **placed}
 
     def droppable(self, sequence: int) -> int:
         """Rows of the last batch behind its first one, which nothing was dropped from yet."""
         part = self._last.get(sequence)
-        return len(part.rows) - 1 if part is not None else 0
+        return part.count - 1 if part is not None else 0
 
     def chosen(self, rows: tuple[int, ...], sequence: int) -> tuple[SequenceRows, list[int]]:
         """What the last batch added to a sequence, and `rows` as a path through it. Raises BatchError."""
@@ -184,6 +188,8 @@ def check_batch(batch: Batch, facts: EngineFacts, vocabulary_size: int, lengths:
             raise BatchError(f"row {row} follows row {parent}, which does not come before it")
         if parent >= 0 and sequences[parent] != sequence:
             raise BatchError(f"row {row} of sequence {sequence} follows a row of another sequence")
+        if row and sequence != sequences[row - 1] and sequence in sequences[:row]:
+            raise BatchError(f"row {row} of sequence {sequence} is not next to the others of that sequence")
     for sequence in set(sequences):
         rows = sequences.count(sequence)
         if lengths[sequence] + rows > facts.context_length:

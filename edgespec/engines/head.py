@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from edgespec.closing import Closing
 from edgespec.engines.base import StatesOf
+from edgespec.engines.model_use import WINDOW
 from edgespec.errors import BatchError, CapabilityError, ContextFull
 from edgespec.types import Logits, TokenIds
 
 Features = NDArray[np.float32]
-WINDOW = 512  # tokens; at three layers of 4096 these are 24 MiB
 PROMPT_FEATURES = 64  # last tokens of a prompt whose hidden states are computed where that takes their logits, too
 # How many of the last tokens of a prompt have states; the very last one has logits anyway.
 PROMPT_STATES: dict[StatesOf, int] = {"rows with logits": 1, "scored rows": PROMPT_FEATURES, "all rows": WINDOW}
@@ -100,7 +100,6 @@ class KeptFeatures:
         self.end = length + len(states)
 
 
-BYTES_PER_FEATURE = 4 * 4  # two windows of features, and the copies of the library and of a pass
 States = NDArray[np.float32]
 Confidences = NDArray[np.float32]
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from edgespec.errors import ConfigError
+from edgespec.platform.machine import default_threads
 
 DEFAULT_CONTEXT = 4096
 MAX_BATCH, MAX_BRANCHES, WIDEST = 512, 16, 63
 MOST_CHECKPOINTS = 2  # of a sequence with a running state
+LOGITS_BYTES = 32 << 20
+WINDOW = 512  # latest tokens of which states are kept for heads; at three layers of 4096 these are 24 MiB
+BYTES_PER_FEATURE = 4 * 4  # of these: two windows, and the copies of the library and of a pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,20 @@ class ModelUse:
                 "at most that, or -c max"
             )
         return self.context_length
+
+    def settled(self, **given: Any) -> dict[str, Any]:
+        """The fields of an engine's settings: these ones, a number of threads, and those that are `given`."""
+        fields_here = {each.name: getattr(self, each.name) for each in fields(ModelUse)}
+        return {**fields_here, "threads": self.threads or default_threads(), **given}
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the widest pass."""
+        return max(self.max_batch, self.widest)
+
+    def max_outputs(self, vocabulary_size: int) -> int:
+        """Rows with logits per pass; bounded so that a wide batch over a large vocabulary stays small."""
+        return max(min(max(LOGITS_BYTES // (4 * vocabulary_size), 64), self.max_rows), self.max_sequences)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,11 +37,9 @@ class ParkedStates:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the states take."""
         return sum(len(parked.state) for parked in self._states)
 
     def clear(self) -> None:
-        """Forget all of them."""
         self._states.clear()
 
     def make_way(self, live: CachedSequence, wanted_ids: TokenIds) -> None:

@@ -111,7 +111,6 @@ class CachedText(NamedTuple):
         return min(shared, self.whole) // block * block
 
     def begins_with(self, other: CachedText) -> bool:
-        """Whether it holds all that `other` holds."""
         return np.array_equal(self.token_ids[: other.token_ids.size], other.token_ids) and self[1:] == other[1:]
 
 
@@ -176,7 +175,6 @@ class CachedSequence:
 
     @property
     def text(self) -> CachedText:
-        """What is known of the cached tokens, a view."""
         return CachedText(self.token_ids, self._whole, self._read)
 
     def with_pending(self, token_id: int) -> TokenIds:
@@ -209,7 +207,6 @@ class CachedSequence:
 
     @property
     def keeps_features(self) -> bool:
-        """Whether hidden states are kept."""
         return self._states.are_kept
 
     @property
@@ -222,7 +219,6 @@ class CachedSequence:
 
     @property
     def room(self) -> int:
-        """How many more tokens fit."""
         return self.engine.facts.context_length - self.length
 
     @property
@@ -233,7 +229,7 @@ class CachedSequence:
     @property
     def most_branches(self) -> int:
         """Most side branches of a tree for `looking`; 0: chains only."""
-        return self.engine.most_branches
+        return self.engine.facts.max_branches
 
     def latest_fitting(self, token_ids: TokenIds, capacity: int) -> int:
         """How many of the last `token_ids` [n] fit into `capacity` places of the cache."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -110,23 +109,21 @@ def confirm(engine: Engine, width: int, pair: WidthClass) -> bool:
     if ids.size >= BEGINNING + EARLY_ROWS:
         parts.append((BEGINNING, BEGINNING + EARLY_ROWS))
     try:
-        return all(_confirm_part(engine, ids[:stop], start, (high, width)) for start, stop in parts)
+        for start, stop in parts:
+            engine.rollback(0)
+            _read(engine, ids[:start])
+            one, other = (passes_of(engine, ids[:stop], start, each) for each in (high, width))
+            if not one.agrees(other):
+                return False
+        return True
     finally:
         engine.rollback(0)
-
-
-def _confirm_part(engine: Engine, ids: TokenIds, start: int, widths: tuple[int, int]) -> bool:
-    """Whether passes of both widths give the tokens from `start` on the same bits."""
-    engine.rollback(0)
-    _read(engine, ids[:start])
-    one, other = (passes_of(engine, ids, start, width) for width in widths)
-    return one.agrees(other)
 
 
 def passes_of(engine: Engine, ids: TokenIds, start: int, width: int) -> Bits:
     """Score the tokens from `start` on in passes of exactly `width` rows; the last one may repeat rows."""
     found = Bits()
-    for end in _ends(start, ids.size, width):
+    for end in (*range(start + width, ids.size, width), ids.size):
         if engine.length() > end - width:
             engine.rollback(end - width)
         logits = engine.forward(Batch.chain(ids[end - width : end]))
@@ -134,14 +131,6 @@ def passes_of(engine: Engine, ids: TokenIds, start: int, width: int) -> Bits:
             found.rows[position] = hashlib.blake2b(row.tobytes(), digest_size=16).digest()
     found.cache = _cache_digest(engine)
     return found
-
-
-def _ends(start: int, size: int, width: int) -> Iterator[int]:
-    end = start + width
-    while end < size:
-        yield end
-        end += width
-    yield size
 
 
 def _cache_digest(engine: Engine) -> bytes:
@@ -256,12 +245,6 @@ def reads_alike(engine: Engine, key: str, width: int) -> bool:
     return len(found) == 1
 
 
-def refute(engine: Engine) -> None:
-    """Drop the class of an engine, now and in later runs, because a pass gave other bits than its class requires."""
-    disk_cache.put("widths", engine.facts.class_key, Proved(None, refuted=True))
-    engine.drop_class()
-
-
 def _proved(engine: Engine, key: str, widest: int) -> Proved:
     """From the cache, or tested now."""
     kept: Proved | None = disk_cache.get("widths", key, Proved)
@@ -277,11 +260,10 @@ def _proved(engine: Engine, key: str, widest: int) -> Proved:
 
 
 class ClassWatch:
-    """The checks of one engine. `rows_compared` so far; `has_failed` once any of them differed."""
+    """The checks of one engine. `rows_compared` so far."""
 
     def __init__(self) -> None:
         self.rows_compared = 0
-        self.has_failed = False
         self._passes, self._width = 0, 2  # since the last check, and rows of that
         self._turn = 0
 
@@ -325,8 +307,9 @@ class ClassWatch:
         return found[(self._turn * 7) % len(found)] if found else None
 
     def _fail(self, sequence: CachedSequence, count: int, width: int) -> None:
-        self.has_failed = True
-        refute(sequence.engine)
+        """Drop the class, now and in later runs."""
+        disk_cache.put("widths", sequence.engine.facts.class_key, Proved(None, refuted=True))
+        sequence.engine.drop_class()
         logger.warning(
             "reproducible mode is off from here on: on this model a pass of %d rows gave different bits from one "
             "of %d, so texts may differ with and without drafting. Later runs remember this; use --no-reproducible, "

@@ -405,7 +405,7 @@ class PassRoom:
     @classmethod
     def of(cls, engine: Engine, *, gives_states: bool) -> Self:
         """The room in an empty pass."""
-        return cls(engine.widest_pass, MOST_OUTPUTS, engine.most_branches, engine.widest_pass, gives_states)
+        return cls(engine.widest_pass, MOST_OUTPUTS, engine.facts.max_branches, engine.widest_pass, gives_states)
 
     def takes(self, member: Member, *, at_least: bool = False) -> bool:
         """Whether the member's rows fit; they have their room then, and with `at_least` in any case."""

@@ -118,7 +118,7 @@ def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule
         most,
         run.sampler,
         needs_distributions=rule in COMPARING,
-        max_branches=0 if rule in COMPARING else target.engine.most_branches,
+        max_branches=0 if rule in COMPARING else target.engine.facts.max_branches,
         features=target.features,
         predicted_ids=run.predicted_ids,
     )

@@ -30,8 +30,7 @@ from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import EarlyExitDrafter, ModelDrafter
 from edgespec.drafters.spec import HEAD_FILES
 from edgespec.engines.base import Engine
-from edgespec.engines.head import WINDOW
-from edgespec.engines.model_use import ModelUse
+from edgespec.engines.model_use import WINDOW, ModelUse
 from edgespec.engines.trial import Trial
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, UsageError
 from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files, require_language_model
@@ -242,9 +241,7 @@ def _probed(heads: HeadFile, target: Engine) -> NDArray[np.float32]:
     target.give_hidden_states(True)
     try:
         target.forward(Batch.chain(heads.probe_ids))
-        columns = columns_of(heads, target.state_layers)
-        states = target.hidden_states()
-        return states.copy() if columns is None else states[:, columns]
+        return target.hidden_states()[:, columns_of(heads, target.state_layers)]
     finally:
         target.rollback(0)
         target.give_hidden_states(False)

@@ -17,7 +17,7 @@ from edgespec.config.options import LoadOptions
 from edgespec.config.values import as_size, budget_bytes
 from edgespec.control.constants import MAX_AUTO_LENGTH
 from edgespec.drafters.spec import SPECS
-from edgespec.engines.model_use import Footprint, ModelUse
+from edgespec.engines.model_use import BYTES_PER_FEATURE, WINDOW, Footprint, ModelUse
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import ModelFile, ModelPair
@@ -227,7 +227,6 @@ def _table_bytes(options: LoadOptions, context_length: int) -> int:
 
 def head_bytes(path: Path, context_length: int, texts: int) -> tuple[int, int]:
     """Of a heads file, for several `texts` at once of at most `context_length` tokens each; and while it is opened."""
-    from edgespec.engines.head import BYTES_PER_FEATURE, WINDOW  # imports numpy
     from edgespec.formats.head_file import read_head_manifest
 
     stored = 0

@@ -23,6 +23,7 @@ BASES = {
     "engines.sequence",
     "engines.widths",
     "engines.head",
+    "engines.model_use",
     "engines.parked",
     "drafters.base",
     "drafters.predicted",  # every controller makes these: they need neither a model nor a text

@@ -17,9 +17,8 @@ from edgespec.config.options import LoadOptions
 from edgespec.config.values import EngineName
 from edgespec.control.base import FixedLength
 from edgespec.drafters.heads import DFlashDrafter
-from edgespec.engines.head import BYTES_PER_FEATURE, WINDOW
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.model_use import MAX_BATCH
+from edgespec.engines.model_use import BYTES_PER_FEATURE, MAX_BATCH, WINDOW
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.heads import read_head

@@ -74,18 +74,14 @@ def test_a_node_comes_in_only_if_its_path_pays_for_its_row(target: TableEngine) 
 def test_without_trees_it_drafts_a_chain(target: TableEngine, rule: str, most_branches: int) -> None:
     """Under a rule that takes no trees, or with an engine that scores none."""
 
-    class Chains(TableEngine):
-        @property
-        def most_branches(self) -> int:
-            return most_branches
-
     class Watched(TreeDrafter):
         def drafting(self, request: DraftRequest) -> Passes[Draft]:
             draft = yield from super().drafting(request)
             assert draft.is_chain and draft.num_tokens <= 5
             return draft
 
-    engine = Chains(target._table, context_length=400)
+    engine = TableEngine(target._table, context_length=400)
+    engine.facts = replace(engine.facts, max_branches=most_branches)
     drafter = Watched(ModelDrafter(target.related(sigma=1.0)))
     assert len(run_once(CachedSequence(engine), drafter, rule, 5, PLAIN, 60)) == 60
 

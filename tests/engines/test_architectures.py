@@ -181,7 +181,7 @@ def test_heads_get_the_inputs_of_layers(name: str, tiny) -> None:
         states = engine.hidden_states()
         source = engine.source.first_layers(last)
         graph = read_graph(source, cells=given.context_length or 0, hidden_states=True)
-        with KernelEngine(source, graph, engine.settings, source.config(), engine.vocabulary) as part:
+        with KernelEngine(source, graph, engine.settings, engine.vocabulary) as part:
             part.forward(Batch.chain(IDS[:20]))
             wanted = part.hidden_states()
         states = states[:, : wanted.shape[1]]

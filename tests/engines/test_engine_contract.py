@@ -22,7 +22,7 @@ from edgespec.engines.llamacpp.remote import RemoteEngine
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, StateError
 from edgespec.kernels.library import library_path
-from edgespec.types import Batch, Draft, Logits
+from edgespec.types import Batch, Draft, Logits, packed
 from needs import is_software, needs_gpu
 from rpc import idle, needs_rpc, started
 from table_engine import TableEngine
@@ -301,37 +301,20 @@ def test_sequences_in_one_batch_score_as_alone(engine):
     for sequence, own in enumerate(ids):
         alone.append(score(engine, own, sequence))
         engine.rollback(0, sequence)
-    rows = [(sequence, i) for i in range(13) for sequence in range(SEQUENCES) if i < ids[sequence].size]
-    index = {pair: row for row, pair in enumerate(rows)}
-    batch = Batch(
-        np.array([ids[sequence][i] for sequence, i in rows], np.int32),
-        np.array([index.get((sequence, i - 1), -1) for sequence, i in rows], np.int32),
-        np.array([sequence for sequence, _ in rows], np.int32),
-        np.ones(len(rows), np.bool_),
-    )
-    together = engine.forward(batch)
-    for sequence, own in enumerate(ids):
-        mine = together[[index[sequence, i] for i in range(own.size)]]
-        assert_close(mine, alone[sequence])
-        assert engine.length(sequence) == own.size
+    together = engine.forward(packed([Batch.chain(own, sequence=sequence) for sequence, own in enumerate(ids)]))
+    assert_close(together, np.concatenate(alone))
+    assert [engine.length(sequence) for sequence in range(SEQUENCES)] == [own.size for own in ids]
 
 
 def test_trees_of_several_sequences_share_a_batch(engine):
     needs_trees(engine)
     draft = side_draft(engine)
-    one = Batch.tree(2, draft)
     expected = []
     for sequence in range(2):
         score(engine, some_ids(engine, 10, seed=sequence), sequence)
         expected.append(engine.forward(Batch.tree(2, draft, sequence=sequence)).copy())
         engine.keep_path((), sequence)
-    both = Batch(
-        np.tile(one.token_ids, 2),
-        np.concatenate((one.parents, np.where(one.parents < 0, -1, one.parents + 7))).astype(np.int32),
-        np.repeat(np.arange(2, dtype=np.int32), 7),
-        np.ones(14, np.bool_),
-    )
-    found = engine.forward(both).copy()
+    found = engine.forward(packed([Batch.tree(2, draft, sequence=sequence) for sequence in range(2)])).copy()
     assert_close(found, np.concatenate(expected))
     engine.keep_path((0, 1, 4, 5), 0)
     engine.keep_path((7, 13), 1)
@@ -468,6 +451,7 @@ def bad_batches(engine: Engine) -> dict[str, Batch]:
         "own parent": batch(parents=(-1, 1)),
         "parent below -1": batch(parents=(-2, 0)),
         "parent of another sequence": batch(sequences=(0, 1)),
+        "rows of a sequence apart": batch((1, 1, 1), (-1, -1, 0), (0, 1, 0), (True, True, True)),
         "sizes differ": batch(parents=(-1,)),
     }
 

@@ -11,8 +11,9 @@ import pytest
 
 from demo import TEST_THREADS
 from edgespec.engines.base import Engine
-from edgespec.engines.head import PROMPT_FEATURES, WINDOW, KeptFeatures
+from edgespec.engines.head import PROMPT_FEATURES, KeptFeatures
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
+from edgespec.engines.model_use import WINDOW
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.sequence import CachedSequence, at_once
 from edgespec.errors import CapabilityError

@@ -22,13 +22,14 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.chat.template import encode_messages
-from edgespec.engines import widths
+from edgespec.engines import model_use, widths
 from edgespec.engines.llamacpp import library as llama_library
-from edgespec.engines.llamacpp import settings
 from edgespec.engines.llamacpp.devices import gpus, overriding
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.llamacpp.library import library, logger
+from edgespec.engines.llamacpp.settings import open_model
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
+from edgespec.engines.model_use import ModelUse
 from edgespec.errors import (
     BatchError,
     Cancelled,
@@ -122,9 +123,9 @@ def test_where_a_gpu_is_full_the_advice_is_to_place_fewer_layers(tiny_path, monk
         complain("allocating 8000.00 MiB on device 0: cudaMalloc failed: out of memory")
         complain("alloc_tensor_range: failed to allocate CUDA0 buffer of size 8388608000")
 
-    monkeypatch.setattr(llama, "llama_model_load_from_file", refused)
+    monkeypatch.setattr(llama, "llama_model_load_from_splits", refused)
     with pytest.raises(CapabilityError, match=r"out of memory.*smaller model") as caught:
-        llama_library.open_model(tiny_path, gpu_layers=gpu_layers)
+        open_model(tiny_path, ModelUse(gpu_layers=gpu_layers))
     assert ("-ngl auto" in str(caught.value)) == bool(gpu_layers)
 
 
@@ -159,7 +160,7 @@ def test_every_cache_type_works(tmp_path, kind):
 
 
 def test_more_rows_of_logits_than_there_is_room_for_are_refused(tiny_path, monkeypatch):
-    monkeypatch.setattr(settings, "LOGITS_BYTES", 1)
+    monkeypatch.setattr(model_use, "LOGITS_BYTES", 1)
     with load(tiny_path, max_batch=128) as engine:
         with pytest.raises(BatchError, match="at most 64 rows"):
             chain(engine, range(65))

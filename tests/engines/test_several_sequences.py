@@ -60,10 +60,10 @@ def test_fastest_mode_shares_passes() -> None:
 def test_on_the_processor_texts_have_cells_of_their_own_unless_trees_are_asked_for() -> None:
     """What other chats hold is then not read with each token of this one: eight full ones cost it a fifth."""
     with opened("llamacpp", reproducible=False, parallel=3, drafter="tree") as model:
-        assert model.target.most_branches > 0
+        assert model.target.facts.max_branches > 0
     with opened("llamacpp", reproducible=False, parallel=3) as model:
         engine = model.target
-        assert engine.most_branches == 0
+        assert engine.facts.max_branches == 0
         rows = Batch.chain(range(40, 70))
         alone = engine.forward(rows).copy()
         engine.rollback(0)

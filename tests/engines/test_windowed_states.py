@@ -57,7 +57,7 @@ def test_sequences_have_cells_of_their_own_although_trees_are_wanted(windowed_pa
     with LlamaCppEngine.load(
         windowed_path, context_length=128, threads=1, max_sequences=2, max_branches=2, reproducible=False
     ) as engine:
-        assert engine.most_branches == 0
+        assert engine.facts.max_branches == 0
         ids = text(3, 100)
         for sequence in (0, 1):
             engine.forward(Batch.chain(ids[:60], sequence=sequence))

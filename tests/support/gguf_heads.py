@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from demo import TEST_THREADS
 from edgespec.config.values import EngineName
-from edgespec.engines.head import BYTES_PER_FEATURE, WINDOW, DraftHead
+from edgespec.engines.head import DraftHead
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.model_use import ModelUse
+from edgespec.engines.model_use import BYTES_PER_FEATURE, WINDOW, ModelUse
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint
 from edgespec.engines.onnx.kernel_engine import KernelEngine
@@ -59,7 +59,7 @@ def assert_plan_is_what_it_takes(target: Path, layers: Sequence[int], path: Path
         assert isinstance(engine, KernelEngine)
         with head_of(engine, path, 60) as head:
             assert isinstance(head, KernelHead) and head._encoder is not None
-            sessions = [head._engine._bindings.session, head._encoder._session, getattr(head, "_chain", None)]
+            sessions = [head._engine._bindings.session, head._encoder, getattr(head, "_chain", None)]
             whole = list(engine._bindings.session.edgespec_weights.values())
             arrays = {each.ctypes.data: each for session in sessions if session for each in _weights_of(session)}
             held = sum(each.nbytes for each in arrays.values() if not any(np.shares_memory(each, a) for a in whole))

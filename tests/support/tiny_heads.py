@@ -11,7 +11,8 @@ from edgespec import Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.heads import EagleDrafter, HeadDrafter, MedusaDrafter
 from edgespec.engines.base import Engine
-from edgespec.engines.head import WINDOW, Confidences, DraftHead, HeadFacts, States
+from edgespec.engines.head import Confidences, DraftHead, HeadFacts, States
+from edgespec.engines.model_use import WINDOW
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import BatchError, Cancelled, ContextFull
 from edgespec.formats.head_file import HeadFile, HeadManifest
@@ -189,10 +190,8 @@ class OpenBlock(OpenCache):
 # -- requests for drafts from the states of tables
 
 
-def table(
-    seed: int = 1, order: int = 1, context_length: int = 400, engine: type[TableEngine] = TableEngine
-) -> TableEngine:
-    return engine.random(VOCABULARY, order=order, seed=seed, context_length=context_length)
+def table(seed: int = 1, order: int = 1, context_length: int = 400) -> TableEngine:
+    return TableEngine.random(VOCABULARY, order=order, seed=seed, context_length=context_length)
 
 
 def with_features(target: TableEngine) -> CachedSequence:

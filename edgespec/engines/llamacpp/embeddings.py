@@ -23,12 +23,11 @@ from edgespec.engines.llamacpp.library import ABORTED, CancelFlag, check_pass, c
 from edgespec.engines.llamacpp.rows import PairRows
 from edgespec.engines.llamacpp.settings import (
     CACHE_BYTES,
-    CACHE_TYPES,
     CELLS_MULTIPLE,
     NO_POOLING,
     ContextSettings,
     new_context,
-    open_for,
+    open_model,
     read_facts,
 )
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
@@ -72,7 +71,7 @@ class EncoderEngine(BookedEngine):
         header = check_gguf(path)
         length = use.length_for(path.name, header.context_length)
         settings = ContextSettings.checked(use, length)
-        model = open_for(path, settings)
+        model = open_model(path, settings)
         try:
             return cls(path, header, model, settings)
         except BaseException:
@@ -122,14 +121,13 @@ class Embedder:
         self._is_encoder = is_encoder
         self._width = int(llama.llama_model_n_embd_out(model))
         self._vocabulary_size = int(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)))
-        self._wide = settings.batch_capacity
+        self._wide = settings.max_rows
         self._narrow = min(max(SCORES_BYTES // (4 * self._vocabulary_size), 64), self._wide)
         self._rows = PairRows(self._wide)
         self._context: Any = None
         self._cells = 0
 
     def embed(self, token_ids: TokenIds, pooling: PoolingName) -> NDArray[np.float32]:
-        """As `Engine.embed`."""
         llama = library()
         if pooling == "cls" and not self._is_encoder:  # a token does not see those behind it
             token_ids = token_ids[:1]
@@ -154,7 +152,6 @@ class Embedder:
         return found / np.float32(size if pooling == "mean" else 1)
 
     def _run(self, token_ids: TokenIds, position: int, *, gives_states: bool) -> None:
-        """One pass over the tokens from `position` on."""
         self._rows.fill_pairs(position, token_ids, None, outputs=gives_states)
         what = f"embedding {len(token_ids)} tokens"
         if self._cancel.is_set():
@@ -173,16 +170,18 @@ class Embedder:
             self._wide = self._narrow = cells
             self._rows = PairRows(cells)
         self._require_memory(cells, longest)
-        params = library().llama_context_default_params()
-        params.n_ctx = cells
-        params.n_batch = params.n_ubatch = self._wide
-        params.n_outputs_max = self._narrow
-        params.n_threads = params.n_threads_batch = self._settings.threads
-        params.type_k = params.type_v = CACHE_TYPES["f16"]
-        params.flash_attn_type = self._settings.flash_attention_type
-        params.kv_unified = params.swa_full = params.no_perf = params.embeddings = True
-        params.pooling_type = NO_POOLING
-        context = new_context(self._model, params, self._cancel, requires_flash=False)
+        context = new_context(
+            self._model,
+            self._cancel,
+            n_ctx=cells,
+            n_batch=self._wide,
+            n_outputs_max=self._narrow,
+            n_threads=self._settings.threads,
+            flash_attn_type=self._settings.flash_attention_type,
+            kv_unified=True,
+            embeddings=True,
+            pooling_type=NO_POOLING,
+        )
         if not context:
             raise CapabilityError(f"llama.cpp refused a context to embed texts of {longest} tokens: {complaints()}")
         self._context, self._cells = context, cells

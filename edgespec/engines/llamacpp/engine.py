@@ -22,12 +22,11 @@ from edgespec.engines.base import EngineFacts, check_threads
 from edgespec.engines.booked import BookedEngine, Checkpoints, SequenceBook, SequenceRows, check_text
 from edgespec.engines.llamacpp.cells import RUNNING_STATE_ONLY, Cells
 from edgespec.engines.llamacpp.embeddings import Embedder
-from edgespec.engines.llamacpp.footprint import ONLY_ASKED, num_snapshots
-from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT as HEAD_CONTEXT
+from edgespec.engines.llamacpp.footprint import HEAD_CONTEXT, ONLY_ASKED, num_snapshots
 from edgespec.engines.llamacpp.heads import MTP_STATES, Head, load_head
 from edgespec.engines.llamacpp.library import CancelFlag, check_pass, forget_complaints, library, version
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
-from edgespec.engines.llamacpp.settings import ContextSettings, create_context, open_for, placement_of, read_facts
+from edgespec.engines.llamacpp.settings import ContextSettings, create_context, open_model, placement_of, read_facts
 from edgespec.engines.llamacpp.states import HiddenStates
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_files import HeldFiles, StateStamp
@@ -64,7 +63,7 @@ class LlamaCppEngine(BookedEngine):
         self._embedder: Embedder | None = None
         self._model, self._context = model, context
         self._decode, self._get_logits = llama.llama_decode, llama.llama_get_logits
-        self._rows = RowBuffer(settings.batch_capacity, settings.sequence_ids)
+        self._rows = RowBuffer(settings.max_rows, settings.sequence_ids)
         self._book = SequenceBook(settings.max_sequences)
         self._cells = Cells(context, settings, self._book)
         self._place = 0, 0  # address and rows of the logits
@@ -99,7 +98,7 @@ class LlamaCppEngine(BookedEngine):
         length = use.length_for(path.name, header.context_length)
         snapshots = num_snapshots(header, speculates=use.speculates)
         settings = ContextSettings.checked(use, length, snapshots=snapshots)
-        llama, model = library(), open_for(path, settings)
+        llama, model = library(), open_model(path, settings)
         keeps_state = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
         settings = settings.for_model(keeps_state=keeps_state, has_window=llama.llama_model_n_swa(model) > 0)
         try:
@@ -203,15 +202,14 @@ class LlamaCppEngine(BookedEngine):
         `heads.load_head`.
         """
         self._require_open()
+        length = context_length or HEAD_CONTEXT
         if path is None:
-            context_length = min(context_length or HEAD_CONTEXT, self.facts.context_length)
+            length = min(length, self.facts.context_length)
         elif is_gemma4_drafter(header := read_header(path)):
             check_cache(path.name, header, read_header(self._path))
             gpu_layers = 0 if self.facts.device == "cpu" else -1
         models, threads = (self._model, self._context), self.facts.threads
-        found = load_head(
-            path, models, self.vocabulary, threads=threads, context_length=context_length, gpu_layers=gpu_layers
-        )
+        found = load_head(path, models, self.vocabulary, threads, length, gpu_layers)
         with closed_on_failure(found):
             if found.facts.layers:
                 self.read_layers_alone(found.facts.layers)

@@ -15,10 +15,18 @@ from pathlib import Path
 
 from edgespec.engines.llamacpp.devices import EMBEDDINGS, HEAD, LayerSizes
 from edgespec.engines.llamacpp.settings import CACHE_BYTES, CELLS_MULTIPLE, ContextSettings
-from edgespec.engines.model_use import MAX_BATCH, MOST_CHECKPOINTS, Footprint, ModelUse
+from edgespec.engines.model_use import (
+    BYTES_PER_FEATURE,
+    MAX_BATCH,
+    MAX_BRANCHES,
+    MOST_CHECKPOINTS,
+    WINDOW,
+    Footprint,
+    ModelUse,
+)
 from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files
 from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, TensorInfo
-from edgespec.formats.gguf.heads import read_head
+from edgespec.formats.gguf.heads import HALF_BYTES, HeadSizes, read_head
 from edgespec.platform.machine import instruction_sets, lacks_dot_products
 
 # Rows of a matrix that are interleaved, and the instructions that the kernel needs, by type (ggml's repack.cpp).
@@ -42,6 +50,10 @@ ONLY_ASKED = (
     "(-md) or --drafter suffix turns it on"
 )
 _STATE_BYTES = 4  # of a number; llama.cpp stores states as float32
+HEAD_CONTEXT = 2048
+HEAD_LOGITS_BYTES = 16 << 20
+HEAD_WIDEST = 64  # rows per pass, where their logits fit HEAD_LOGITS_BYTES
+_MARKOV_COPIES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +179,7 @@ def _settings(path: Path, header: GgufHeader, use: ModelUse, context: int) -> Co
 
 def _mtp_bytes(shape: Shape, context: int) -> int:
     """The context of a multi-token prediction layer: its cache, logits twice, and the hidden states that it reads."""
-    from edgespec.engines.head import WINDOW  # imports numpy
-    from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT, cache_bytes, layers_sizes, pass_bytes
-
-    sizes = layers_sizes(shape.width, shape.vocabulary, min(context, DEFAULT_CONTEXT))
+    sizes = layers_sizes(shape.width, shape.vocabulary, min(context, HEAD_CONTEXT))
     return (
         cache_bytes(sizes, sizes.context_length) + pass_bytes(sizes) + _feature_bytes(shape.width, min(context, WINDOW))
     )
@@ -178,18 +187,13 @@ def _mtp_bytes(shape: Shape, context: int) -> int:
 
 def _feature_bytes(width: int, window: int) -> int:
     """What keeping features of the `window` latest tokens takes, and llama.cpp's own copy of those of a pass."""
-    from edgespec.engines.head import BYTES_PER_FEATURE
-
     return width * (BYTES_PER_FEATURE * window + 4 * MAX_BATCH)
 
 
 def head_footprint(path: Path, use: ModelUse) -> Footprint:
     """The memory of a head with a file of its own, beside its target. Raises as `footprint`."""
-    from edgespec.engines.head import WINDOW  # imports numpy
-    from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT, cache_bytes, pass_bytes
-
     header, sizes = check_gguf(path), read_head(path)
-    context = min(sizes.context_length, use.context_length or DEFAULT_CONTEXT)
+    context = min(sizes.context_length, use.context_length or HEAD_CONTEXT)
     features = _feature_bytes(sizes.feature_width, min(context, WINDOW))
     packed = sum(tensor.num_bytes for tensor in header.tensors if _is_repacked(tensor, header))
     return Footprint(
@@ -204,9 +208,43 @@ def head_footprint(path: Path, use: ModelUse) -> Footprint:
     )
 
 
+def layers_sizes(width: int, vocabulary_size: int, context_length: int) -> HeadSizes:
+    """Of a multi-token prediction layer in the target's own file: keys and values are at most as wide as the model."""
+    kv_bytes = 2 * width * HALF_BYTES
+    return HeadSizes("mtp", width, width, vocabulary_size, context_length, 0, kv_bytes)
+
+
+def widest_pass(sizes: HeadSizes) -> int:
+    """Rows: the library keeps logits of the whole vocabulary for all of them; a block cannot be divided."""
+    return max(min(max(HEAD_LOGITS_BYTES // (4 * sizes.vocabulary_size), 1), HEAD_WIDEST), sizes.block_size)
+
+
+def cache_bytes(sizes: HeadSizes, context_length: int) -> int:
+    """Of a cache for `context_length` tokens of text, and a block."""
+    cells = context_length
+    if sizes.block_size:
+        cells = -(-(context_length + sizes.block_size) // CELLS_MULTIPLE) * CELLS_MULTIPLE
+    return cells * sizes.kv_bytes_per_token
+
+
+def pass_bytes(sizes: HeadSizes) -> int:
+    """What the widest pass works with: logits in the graph and copies of them, and activations of a layer."""
+    rows, row_bytes = widest_pass(sizes), 4 * sizes.vocabulary_size
+    if sizes.form == "mtp":
+        return 2 * rows * row_bytes
+    if sizes.form == "gemma4":  # a row for each sequence id of the target, as llama.cpp reserves them, and a copy
+        return (MAX_BRANCHES + 2) * row_bytes
+    if sizes.form == "eagle3":
+        return rows * (2 * row_bytes + 4 * (sizes.num_drafted + sizes.feature_width + 8 * sizes.width))
+    # A Markov head works on copies of the block's logits: the number is what was measured.
+    in_graph = max(rows, _MARKOV_COPIES * sizes.block_size if sizes.has_markov else 0) * row_bytes
+    activations = 4 * rows * (sizes.feature_width + 4 * sizes.width + 3 * sizes.inner_width)
+    return in_graph + sizes.block_size * row_bytes + activations
+
+
 def _compute_bytes(shape: Shape, settings: ContextSettings, cells: int, rows: int) -> tuple[int, int]:
     """(used, reserved) for the results of a pass; logits are reserved for more rows than any pass asks for."""
-    tokens = settings.batch_capacity
+    tokens = settings.max_rows
     reached = cells // settings.max_sequences if settings.streams else cells  # by attention, for each row
     mask, converted = 2 * tokens * reached, int(1.1 * tokens * shape.inner)
     layer = 4 * tokens * (3 * shape.inner + 4 * shape.width) + mask

@@ -26,6 +26,7 @@ import numpy as np
 
 from edgespec.engines.base import StatesOf
 from edgespec.engines.head import Confidences, DraftHead, HeadFacts, States
+from edgespec.engines.llamacpp.footprint import cache_bytes, layers_sizes, pass_bytes, widest_pass
 from edgespec.engines.llamacpp.library import (
     ABORTED,
     END,
@@ -34,24 +35,19 @@ from edgespec.engines.llamacpp.library import (
     complaints,
     forget_complaints,
     library,
-    open_model,
 )
 from edgespec.engines.llamacpp.rows import PairRows
-from edgespec.engines.llamacpp.settings import CACHE_TYPES, CELLS_MULTIPLE, ON, new_context
+from edgespec.engines.llamacpp.settings import ON, new_context, open_model
 from edgespec.engines.llamacpp.states import extension
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
-from edgespec.engines.model_use import MAX_BRANCHES
+from edgespec.engines.model_use import ModelUse
 from edgespec.errors import BatchError, CapabilityError, EngineError
-from edgespec.formats.gguf.heads import HALF_BYTES, HeadForm, HeadSizes, read_head
+from edgespec.formats.gguf.heads import HeadForm, HeadSizes, read_head
 from edgespec.types import Logits, TokenIds
 from edgespec.vocabulary import Vocabulary, check_same_vocabulary
 
-DEFAULT_CONTEXT = 2048
-LOGITS_BYTES = 16 << 20
-WIDEST = 64  # rows per pass, where their logits fit LOGITS_BYTES
 _MTP_CONTEXT = 1  # LLAMA_CONTEXT_TYPE_MTP
 _TRIED_CONTEXT = 16
-_MARKOV_COPIES = 6
 
 
 # Forms whose context has the type of multi-token prediction, over a model with such layers, where the library computes
@@ -122,19 +118,19 @@ class Head(DraftHead):
                 raise EngineError(f"{self._name} must be loaded before its target has read a text")
             is_unified = sequences == 1 or int(llama.llama_n_ctx_seq(other)) == length
             rows = sequences  # one is needed, but llama.cpp reserves one for each sequence and else ends the process
-        params = llama.llama_context_default_params()
-        params.n_ctx = length
-        params.n_batch = params.n_ubatch = params.n_outputs_max = rows
-        params.n_seq_max = sequences
-        params.n_threads = params.n_threads_batch = self._threads
-        params.type_k = params.type_v = CACHE_TYPES["f16"]
-        params.flash_attn_type = ON
-        params.kv_unified = is_unified
-        params.swa_full = True  # as in the target's, where it shares that one's cache
-        params.no_perf = True
-        params.ctx_type = _MTP_CONTEXT if self._is_mtp else 0
-        params.ctx_other = other
-        context = new_context(self._model, params, self._cancel, requires_flash=False)
+        context = new_context(
+            self._model,
+            self._cancel,
+            n_ctx=length,
+            n_batch=rows,
+            n_outputs_max=rows,
+            n_seq_max=sequences,
+            n_threads=self._threads,
+            flash_attn_type=ON,
+            kv_unified=is_unified,
+            ctx_type=_MTP_CONTEXT if self._is_mtp else 0,
+            ctx_other=other,
+        )
         if not context:
             raise CapabilityError(
                 f"llama.cpp refused a context of {length} entries for head {self._name}: {complaints()}"
@@ -218,7 +214,6 @@ class Head(DraftHead):
         return self._logits(1)[0], self._states(1)[0]
 
     def _run(self, function: Any, width: int) -> None:
-        """One pass over the first `width` rows."""
         if self._cancel.is_set():
             check_pass(ABORTED, self._cancel, "the head's pass")
         forget_complaints()
@@ -300,29 +295,22 @@ class Head(DraftHead):
 
 
 def load_head(
-    path: Path | None,
-    target: tuple[Any, Any],
-    vocabulary: Vocabulary,
-    *,
-    threads: int,
-    context_length: int | None = None,
-    gpu_layers: int = 0,
+    path: Path | None, target: tuple[Any, Any], vocabulary: Vocabulary, threads: int, length: int, gpu_layers: int
 ) -> Head:
     """The head `path` for a loaded `target` (model, context), which must outlive it, with its `vocabulary`.
 
-    `path` None: the multi-token prediction layer that the target was loaded with. `context_length`: most tokens it
-    attends to, None for the trained number (at most DEFAULT_CONTEXT). Raises ModelNotFound, ModelFileError,
-    VocabularyMismatch, and CapabilityError for a target without such a layer, or a head of another target or of a
-    variant that is not supported.
+    `path` None: the multi-token prediction layer that the target was loaded with. `length`: most tokens it attends to,
+    where it was trained for so many. Raises ModelNotFound, ModelFileError, VocabularyMismatch, and CapabilityError for
+    a target without such a layer, or a head of another target or of a variant that is not supported.
     """
     llama, width = library(), int(library().llama_model_n_embd(target[0]))
     if path is None:
-        sizes = layers_sizes(width, vocabulary.size, context_length or DEFAULT_CONTEXT)
-        return Head(target[0], "of its own layers", sizes, sizes.context_length, threads, vocabulary)
+        sizes = layers_sizes(width, vocabulary.size, length)
+        return Head(target[0], "of its own layers", sizes, length, threads, vocabulary)
     sizes = _sizes_of(path)
     sizes.check_fits(path.name, width, llama.llama_model_n_layer(target[0]), vocabulary.size)
-    length = min(context_length or DEFAULT_CONTEXT, sizes.context_length)
-    model = open_model(path, gpu_layers=gpu_layers, has_mtp=sizes.form in MTP_STATES)
+    length = min(length, sizes.context_length)
+    model = open_model(path, ModelUse(gpu_layers=gpu_layers, has_mtp=sizes.form in MTP_STATES))
     try:
         check_same_vocabulary(vocabulary, LlamaCppVocabulary(model))
         other = target[1] if sizes.shares_weights else None
@@ -346,43 +334,9 @@ def _sizes_of(path: Path) -> HeadSizes:
 def try_head(path: Path) -> None:
     """Read all weights of a head, and load what needs no target. Raises as `load_head`."""
     sizes = _sizes_of(path)
-    model = open_model(path, check_tensors=True, has_mtp=sizes.form in MTP_STATES)
+    model = open_model(path, ModelUse(check_tensors=True, has_mtp=sizes.form in MTP_STATES))
     try:
         if not sizes.shares_weights:
             Head(model, path.name, sizes, min(_TRIED_CONTEXT, sizes.context_length), threads=1).close()
     finally:
         library().llama_model_free(model)
-
-
-def layers_sizes(width: int, vocabulary_size: int, context_length: int) -> HeadSizes:
-    """Of such a layer in the target's own file: keys and values are at most as wide as the model."""
-    kv_bytes = 2 * width * HALF_BYTES
-    return HeadSizes("mtp", width, width, vocabulary_size, context_length, 0, kv_bytes)
-
-
-def widest_pass(sizes: HeadSizes) -> int:
-    """Rows: the library keeps logits of the whole vocabulary for all of them; a block cannot be divided."""
-    return max(min(max(LOGITS_BYTES // (4 * sizes.vocabulary_size), 1), WIDEST), sizes.block_size)
-
-
-def cache_bytes(sizes: HeadSizes, context_length: int) -> int:
-    """Of a cache for `context_length` tokens of text, and a block."""
-    cells = context_length
-    if sizes.block_size:
-        cells = -(-(context_length + sizes.block_size) // CELLS_MULTIPLE) * CELLS_MULTIPLE
-    return cells * sizes.kv_bytes_per_token
-
-
-def pass_bytes(sizes: HeadSizes) -> int:
-    """What the widest pass works with: logits in the graph and copies of them, and activations of a layer."""
-    rows, row_bytes = widest_pass(sizes), 4 * sizes.vocabulary_size
-    if sizes.form == "mtp":
-        return 2 * rows * row_bytes
-    if sizes.form == "gemma4":  # a row for each sequence id of the target, as llama.cpp reserves them, and a copy
-        return (MAX_BRANCHES + 2) * row_bytes
-    if sizes.form == "eagle3":
-        return rows * (2 * row_bytes + 4 * (sizes.num_drafted + sizes.feature_width + 8 * sizes.width))
-    # A Markov head works on copies of the block's logits: the number is what was measured.
-    in_graph = max(rows, _MARKOV_COPIES * sizes.block_size if sizes.has_markov else 0) * row_bytes
-    activations = 4 * rows * (sizes.feature_width + 4 * sizes.width + 3 * sizes.inner_width)
-    return in_graph + sizes.block_size * row_bytes + activations

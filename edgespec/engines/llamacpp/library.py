@@ -12,22 +12,13 @@ import mmap
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import (
-    Cancelled,
-    CapabilityError,
-    ConfigError,
-    ContextFull,
-    EngineError,
-    ModelFileError,
-    StateError,
-)
-from edgespec.formats.gguf.check import model_files
+from edgespec.errors import Cancelled, ContextFull, EngineError, StateError
 from edgespec.installation import IMPORT_FAILURES, interrupts_deferred, not_importable, require_engine
 
 logger = logging.getLogger(__name__)
@@ -35,7 +26,6 @@ ERROR, CONTINUED = 4, 5  # ggml_log_level
 _complaints: deque[str] = deque(maxlen=8)
 NO_ROOM, ABORTED = 1, 2  # results of llama_decode and llama_encode
 END = -1  # of a range of positions: to its end
-_NO_MEMORY = ("allocate memory", "Resource temporarily unavailable", "bad_alloc", "failed to allocate")
 _worker = 0  # the process that made the first context
 
 
@@ -128,56 +118,6 @@ def forget_complaints() -> None:
 def complaints() -> str:
     """What the library logged as errors since `forget_complaints`, oldest first, in one line."""
     return "; ".join(dict.fromkeys(_complaints)) or "the library gives no reason"
-
-
-def open_model(
-    path: Path,
-    *,
-    gpu_layers: int = 0,
-    devices: Sequence[int] | None = None,
-    overrides: ctypes.Array[Any] | None = None,
-    vocabulary_only: bool = False,
-    check_tensors: bool = False,
-    is_repacked: bool = True,
-    has_mtp: bool = False,
-) -> Any:
-    """Load a model that passed `check_gguf`, with its shards. Raises ModelFileError with the library's own reason.
-
-    `devices`: handles of ggml's devices for the `gpu_layers`; None: all but CPUs. Without such layers no device is
-    used: llama.cpp would send wide passes to one anyway. `overrides`: `devices.overriding`. `is_repacked` False: the
-    weights stay as they are in the file and are not copied for this CPU's kernels. `has_mtp`: load multi-token
-    prediction layers too.
-    """
-    llama = library()
-    params = llama.llama_model_default_params()
-    params.n_gpu_layers = gpu_layers
-    if not gpu_layers:
-        devices = ()
-    if devices is not None:
-        with_end = (ctypes.c_void_p * (len(devices) + 1))(*devices)
-        params.devices = ctypes.addressof(with_end)
-    if overrides is not None:
-        params.tensor_buft_overrides = ctypes.addressof(overrides)
-    params.vocab_only = vocabulary_only
-    params.check_tensors = check_tensors
-    params.use_extra_bufts = is_repacked
-    params.load_mtp = has_mtp
-    forget_complaints()
-    files = [os.fsencode(file) for file in model_files(path)]
-    if len(files) > 1:
-        names = (ctypes.c_char_p * len(files))(*files)
-        load = partial(llama.llama_model_load_from_splits, names, len(files), params)
-    else:
-        load = partial(llama.llama_model_load_from_file, files[0], params)
-    model = uninterrupted(load, llama.llama_model_free)
-    if not model and any(sign in complaints() for sign in _NO_MEMORY):
-        advice = "Put fewer layers on the GPU (-ngl auto: as many as fit), or use" if gpu_layers else "Use"
-        raise CapabilityError(f"{path.name} needs more memory than there is ({complaints()}). {advice} a smaller model")
-    if not model and overrides is not None and "regular expression" in complaints():
-        raise ConfigError(f"override-tensor: llama.cpp knows no such expressions ({complaints()}): use simpler ones")
-    if not model:
-        raise ModelFileError(f"{path} cannot be loaded by llama.cpp: {complaints()}. Download or export it again")
-    return model
 
 
 def uninterrupted(call: Callable[[], Any], free: Callable[[Any], object]) -> Any:

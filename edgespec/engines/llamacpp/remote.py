@@ -229,7 +229,7 @@ class RemoteEngine(BookedEngine):
         return cast(int, self._call("reachable", to_length, sequence))
 
     def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
-        self._call("keep_path", tuple(part.rows[place] for place in path), sequence)
+        self._call("keep_path", tuple(part.start + place for place in path), sequence)
 
     def _copy(self, source: int, destination: int) -> None:
         self._lost.discard(destination)

@@ -72,19 +72,13 @@ class RowBuffer:
         self.struct.n_tokens = width
         for sequence, part in placed.items():
             if sequence in branches:
-                self._fill_tree(part, branches[sequence])
-            elif len(part.rows) == width:
-                np.add(self._counting[:width], part.base, out=self.positions[:width])
-                self.ids[:width, 0] = sequence
+                self.positions[part.rows] = part.positions()
+                for row, ids in enumerate(branches[sequence], part.start):
+                    self.num_ids[row] = len(ids)
+                    self.ids[row, : len(ids)] = ids
             else:
-                self.positions[part.rows] = self._counting[: len(part.rows)] + part.base
+                np.add(self._counting[: part.count], part.base, out=self.positions[part.rows])
                 self.ids[part.rows, 0] = sequence
-
-    def _fill_tree(self, part: SequenceRows, branches: list[list[int]]) -> None:
-        for row, position, ids in zip(part.rows, part.positions(), branches, strict=True):
-            self.positions[row] = position
-            self.num_ids[row] = len(ids)
-            self.ids[row, : len(ids)] = ids
 
     def pad(self, low: int) -> None:
         """Append scratch rows behind the last one up to `low` rows."""

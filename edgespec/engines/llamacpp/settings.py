@@ -5,7 +5,9 @@ They are checked here because llama.cpp ends the process on several bad values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+import ctypes
+import os
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -17,21 +19,18 @@ from edgespec.engines.llamacpp.library import (
     complaints,
     forget_complaints,
     library,
-    open_model,
     require_threads,
     uninterrupted,
 )
 from edgespec.engines.model_use import DEFAULT_CONTEXT, ModelUse
-from edgespec.errors import CapabilityError, ConfigError
-from edgespec.formats.gguf.check import pooling_of
+from edgespec.errors import CapabilityError, ConfigError, ModelFileError
+from edgespec.formats.gguf.check import model_files, pooling_of
 from edgespec.formats.gguf.header import TENSOR_TYPES, GgufHeader
-from edgespec.platform.machine import default_threads
 
 if TYPE_CHECKING:
     from edgespec.engines.base import EngineFacts
 
 MAX_CELLS = 1 << 24
-LOGITS_BYTES = 32 << 20
 # Those that ggml's attention kernels read: its number, and the bytes of a number in a cache of the type.
 _KINDS = {name.lower(): (number, num_bytes / size) for number, (name, size, num_bytes) in TENSOR_TYPES.items()}
 CACHE_TYPES = {kind: _KINDS[kind][0] for kind in ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")}
@@ -40,6 +39,7 @@ AUTO, OFF, ON = -1, 0, 1
 CELLS_MULTIPLE = 256  # llama.cpp rounds a context up to it
 NO_POOLING = 0
 PLAIN_TYPES = frozenset({"f32", "f16", "bf16"})
+_NO_MEMORY = ("allocate memory", "Resource temporarily unavailable", "bad_alloc", "failed to allocate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,8 @@ class ContextSettings(ModelUse):
     @classmethod
     def checked(cls, use: ModelUse, context_length: int, *, snapshots: int = 0) -> Self:
         """Raises ConfigError for a value out of range, CapabilityError for one that this build does not support."""
-        given = {each.name: getattr(use, each.name) for each in fields(ModelUse)}
-        given |= {
-            "context_length": context_length,
-            "threads": default_threads() if use.threads is None else use.threads,
-            "cache_type_k": use.cache_type_k or "f16",
-            "cache_type_v": use.cache_type_v or "f16",
-        }
-        settings = cls(**given, snapshots=snapshots)
+        kinds = {"cache_type_k": use.cache_type_k or "f16", "cache_type_v": use.cache_type_v or "f16"}
+        settings = cls(**use.settled(context_length=context_length, **kinds), snapshots=snapshots)
         most = MAX_CELLS // settings.max_sequences
         if not 1 <= context_length <= most:
             raise ConfigError(f"a context of {context_length} tokens was asked for; 1 to {most} can be had")
@@ -103,7 +97,7 @@ class ContextSettings(ModelUse):
         share llama.cpp may overwrite those behind a window, to which a rollback returns.
         """
         if keeps_state:
-            snapshots = max(min(self.snapshots, self.batch_capacity - 2), 0)
+            snapshots = max(min(self.snapshots, self.max_rows - 2), 0)
             return replace(self, keeps_state=True, max_branches=0, snapshots=snapshots)
         streams = self.reproducible or (self.max_sequences > 1 and (has_window or not self.max_branches))
         return replace(self, streams=True, max_branches=0, snapshots=0) if streams else replace(self, snapshots=0)
@@ -123,10 +117,6 @@ class ContextSettings(ModelUse):
         return "rpc " + ",".join(self.endpoints) if self.endpoints else "gpu"
 
     @property
-    def batch_capacity(self) -> int:
-        return max(self.max_batch, self.widest)
-
-    @property
     def cells(self) -> int:
         """KV cells: every sequence full, and behind each, where passes may be padded, room for that."""
         length = self.context_length + (self.widest if self.reproducible else 0)
@@ -143,31 +133,56 @@ class ContextSettings(ModelUse):
         return ON if self.flash_attention else OFF
 
     def max_outputs(self, vocabulary_size: int) -> int:
-        """Rows with logits per pass; bounded so that a wide batch over a large vocabulary stays small."""
-        affordable = LOGITS_BYTES // (4 * vocabulary_size)
-        return min(max(affordable, 64, self.sequence_ids), max(self.batch_capacity, self.sequence_ids))
+        """As in the base class; llama.cpp wants a row for each id."""
+        return max(ModelUse.max_outputs(self, vocabulary_size), self.sequence_ids)
 
 
-def open_for(path: Path, use: ModelUse) -> Any:
-    """The model at `path` as `use` asks. Raises as `open_model` and `handles_of`."""
-    return open_model(
-        path,
-        gpu_layers=use.gpu_layers,
-        devices=None if use.devices is None else handles_of(use.devices),
-        overrides=overriding(use.overrides),
-        check_tensors=use.check_tensors,
-        is_repacked=use.is_repacked,
-        has_mtp=use.has_mtp,
-    )
+def open_model(path: Path, use: ModelUse, *, vocabulary_only: bool = False) -> Any:
+    """Load a model that passed `check_gguf`, with its shards, as `use` says.
+
+    Without layers on a GPU no device is used: llama.cpp would send wide passes to one anyway. Raises ModelFileError
+    with the library's own reason, CapabilityError for a device that is not there or for a lack of memory, ConfigError.
+    """
+    llama = library()
+    params = llama.llama_model_default_params()
+    params.n_gpu_layers = use.gpu_layers
+    if use.devices is not None or not use.gpu_layers:
+        handles = handles_of(use.devices) if use.devices and use.gpu_layers else []
+        with_end = (ctypes.c_void_p * (len(handles) + 1))(*handles)
+        params.devices = ctypes.addressof(with_end)
+    if (overrides := overriding(use.overrides)) is not None:
+        params.tensor_buft_overrides = ctypes.addressof(overrides)
+    params.vocab_only = vocabulary_only
+    params.check_tensors = use.check_tensors
+    params.use_extra_bufts = use.is_repacked
+    params.load_mtp = use.has_mtp
+    forget_complaints()
+    files = [os.fsencode(file) for file in model_files(path)]
+    names = (ctypes.c_char_p * len(files))(*files)
+    load = partial(llama.llama_model_load_from_splits, names, len(files), params)
+    if model := uninterrupted(load, llama.llama_model_free):
+        return model
+    if any(sign in complaints() for sign in _NO_MEMORY):
+        advice = "Put fewer layers on the GPU (-ngl auto: as many as fit), or use" if use.gpu_layers else "Use"
+        raise CapabilityError(f"{path.name} needs more memory than there is ({complaints()}). {advice} a smaller model")
+    if use.overrides and "regular expression" in complaints():
+        raise ConfigError(f"override-tensor: llama.cpp knows no such expressions ({complaints()}): use simpler ones")
+    raise ModelFileError(f"{path} cannot be loaded by llama.cpp: {complaints()}. Download or export it again")
 
 
-def new_context(model: Any, params: Any, cancel: CancelFlag, *, requires_flash: bool) -> Any:
-    """A llama_context, or a null pointer; then `complaints` has the reason.
+def new_context(model: Any, cancel: CancelFlag, *, requires_flash: bool = False, **given: Any) -> Any:
+    """A llama_context with the parameters `given`, or a null pointer; then `complaints` has the reason.
 
     Not every model and device supports flash attention: without `requires_flash` the library may turn it off.
     """
     require_threads()
     llama = library()
+    params = llama.llama_context_default_params()
+    params.swa_full = True  # a sliding-window cache could not be rolled back
+    params.no_perf = True
+    for name, value in given.items():
+        setattr(params, name, value)
+    params.n_ubatch, params.n_threads_batch = params.n_batch, params.n_threads
     params.abort_callback, params.abort_callback_data = cancel.callback, cancel.callback_data
     forget_complaints()
     init = partial(llama.llama_init_from_model, model, params)
@@ -181,21 +196,22 @@ def new_context(model: Any, params: Any, cancel: CancelFlag, *, requires_flash: 
 def create_context(model: Any, path: Path, settings: ContextSettings, cancel: CancelFlag) -> Any:
     """A llama_context. Raises CapabilityError with the library's reason when it refuses."""
     llama = library()
-    params = llama.llama_context_default_params()
-    vocabulary_size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
-    params.n_ctx = settings.cells
-    params.n_batch = params.n_ubatch = settings.batch_capacity
-    params.n_seq_max = settings.sequence_ids
-    params.n_rs_seq = settings.snapshots
-    params.n_outputs_max = settings.max_outputs(vocabulary_size)
-    params.n_threads = params.n_threads_batch = settings.threads
-    params.type_k, params.type_v = CACHE_TYPES[settings.cache_type_k], CACHE_TYPES[settings.cache_type_v]
-    params.flash_attn_type = settings.flash_attention_type
-    params.kv_unified = not settings.streams
-    params.swa_full = True  # a sliding-window cache could not be rolled back
-    params.no_perf = True
-    params.pooling_type = NO_POOLING  # hidden states are wanted by the row
-    context = new_context(model, params, cancel, requires_flash=settings.flash_attention is not None)
+    context = new_context(
+        model,
+        cancel,
+        requires_flash=settings.flash_attention is not None,
+        n_ctx=settings.cells,
+        n_batch=settings.max_rows,
+        n_seq_max=settings.sequence_ids,
+        n_rs_seq=settings.snapshots,
+        n_outputs_max=settings.max_outputs(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))),
+        n_threads=settings.threads,
+        type_k=CACHE_TYPES[settings.cache_type_k],
+        type_v=CACHE_TYPES[settings.cache_type_v],
+        flash_attn_type=settings.flash_attention_type,
+        kv_unified=not settings.streams,
+        pooling_type=NO_POOLING,  # hidden states are wanted by the row
+    )
     if not context:
         fewer = ", fewer layers on the GPU (-ngl auto: as many as fit)" if settings.gpu_layers else ""
         raise CapabilityError(

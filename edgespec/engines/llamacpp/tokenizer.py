@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.closing import Closing
-from edgespec.engines.llamacpp.library import library, open_model
+from edgespec.engines.llamacpp.library import library
+from edgespec.engines.llamacpp.settings import open_model
+from edgespec.engines.model_use import ModelUse
 from edgespec.errors import EngineError, PromptError
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.platform.machine import on_stack
@@ -70,10 +72,7 @@ class LlamaCppVocabulary(Vocabulary):
         return whole[:before], whole[before + len(plain) :]
 
     def _encode_part(self, text: str, parse_special: bool, *, add_special: bool = False) -> list[int]:
-        try:
-            data = text.encode("utf-8")
-        except UnicodeEncodeError as exc:
-            raise PromptError(f"the text is not valid Unicode ({exc}); remove the lone surrogate") from exc
+        data = self.utf8(text)
         if len(data) > MAX_TEXT_BYTES:
             raise PromptError(f"the text has {len(data)} bytes, at most {MAX_TEXT_BYTES} can be encoded")
         room = len(data) + 8
@@ -151,7 +150,7 @@ class VocabularyFile(LlamaCppVocabulary, Closing):
 
     def __init__(self, path: Path) -> None:
         check_gguf(path)
-        super().__init__(open_model(path, vocabulary_only=True))
+        super().__init__(open_model(path, ModelUse(), vocabulary_only=True))
 
     def close(self) -> None:
         if self._model is not None:

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import Engine, EngineFacts
-from edgespec.engines.booked import SequenceBook, SequenceRows, fault_of
-from edgespec.engines.model_files import HeldFiles, StateStamp
+from edgespec.closing import closed_on_failure
+from edgespec.engines.base import Engine
+from edgespec.engines.booked import SequenceRows, fault_of
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.graph import (
     HALF_ONLY,
@@ -35,8 +35,9 @@ from edgespec.engines.onnx.graph import (
 )
 from edgespec.engines.onnx.kernel_engine import HybridEngine, KernelEngine
 from edgespec.engines.onnx.library import (
-    Bindings,
+    Inputs,
     SessionEngine,
+    bind_inputs,
     device_identity,
     library,
     open_session,
@@ -45,7 +46,7 @@ from edgespec.engines.onnx.library import (
     translated,
     version,
 )
-from edgespec.engines.onnx.settings import VALUES_AT_ONCE, ModelConfig, OnnxSettings
+from edgespec.engines.onnx.settings import VALUES_AT_ONCE, OnnxSettings
 from edgespec.engines.onnx.source import Source, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.widths import METHOD, PREFIX, pinned_facts
@@ -65,44 +66,30 @@ class OnnxEngine(SessionEngine):
     rollback only changes a length. Inputs and outputs are bound once per width.
     """
 
-    def __init__(
-        self, session: Any, source: Source, graph: Graph, settings: OnnxSettings, config: ModelConfig, note: str = ""
-    ) -> None:
+    def __init__(self, session: Any, source: Source, graph: Graph, settings: OnnxSettings, note: str = "") -> None:
         """`graph`: as `settings.provider` runs it in `session`; `note`: what the user should know of that."""
-        self._bindings = self._cancel = Bindings(session)
-        self._graph, self._settings = graph, settings
-        self.vocabulary = TokenizerFile(source.folder, graph.vocabulary_size)
-        self._caches: dict[int, list[Any]] = {}  # by sequence, made when first used: an array for each of `graph.cache`
-        self._tokens = np.zeros((settings.max_sequences, settings.context_length), np.int32)  # in their cells
-        self._least_rows = 1  # narrower passes are padded
         rows = settings.max_rows
-        self._ids, self._positions, self._output_rows = (np.zeros(rows, np.int64) for _ in range(3))
-        self._lengths, self._total = np.zeros(1, np.int32), np.zeros(1, np.int32)
-        self._counting = np.arange(settings.context_length + rows, dtype=np.int64)
-        self._max_outputs = settings.max_outputs(graph.vocabulary_size)
-        self._logits = np.zeros((self._max_outputs, graph.vocabulary_size), np.float32)
-        self._has_hidden = graph.hidden_size is not None
-        self._hidden = np.zeros((rows, graph.hidden_size or 0), np.float32)
-        self._states = self._hidden[:0]  # of the last batch's rows
-        self._book = SequenceBook(settings.max_sequences)
-        self._held = HeldFiles(source.mapped)
-        self._stamp = StateStamp.of("onnx", source.files, version(), settings.provider, graph.cache[0].element_type)
-        self.facts = EngineFacts(
-            name="onnx",
-            architecture=config.architecture,
-            context_length=settings.context_length,
-            max_sequences=settings.max_sequences,
+        super().__init__(
+            session,
+            source,
+            graph,
+            settings,
+            TokenizerFile(source.folder, graph.vocabulary_size),
+            (rows, settings.max_outputs(graph.vocabulary_size)),
+            (graph.cache[0].dtype,),
             max_batch=min(settings.max_batch, settings.context_length),
-            can_rollback=True,
-            weight_bytes=source.weight_bytes(graph),
             kv_bytes_per_token=bytes_per_token(graph, settings.head_size),
             pinned_class=None,
-            device=settings.provider,
-            threads=settings.threads,
-            own_cells=True,
             notes=(note,) if note else (),
             placement=device_identity(settings.provider),
         )
+        self._graph = graph
+        self._caches: dict[int, list[Any]] = {}  # by sequence, made when first used: an array for each of `graph.cache`
+        self._tokens = np.zeros((settings.max_sequences, settings.context_length), np.int32)  # in their cells
+        self._least_rows = 1  # narrower passes are padded
+        self._ids, self._positions, self._output_rows = (np.zeros(rows, np.int64) for _ in range(3))
+        self._lengths, self._total = np.zeros(1, np.int32), np.zeros(1, np.int32)
+        self._counting = np.arange(settings.context_length + rows, dtype=np.int64)
 
     @classmethod
     def load(cls, path: Path, use: ModelUse | None = None, **changes: Any) -> OnnxEngine | KernelEngine:
@@ -121,32 +108,39 @@ class OnnxEngine(SessionEngine):
         except OSError as exc:
             raise ModelFileError(f"{path.parent} cannot be read: {exc.strerror or exc}") from exc
         settings = OnnxSettings.checked(graph, config, use)
+        engine: OnnxEngine | KernelEngine
         if graph.head_sizes:
             if source.max_positions is not None:  # its rotary tables are made as long as they are needed
                 graph = read(cells=settings.context_length)
-            return _load_on_kernels(source, graph, settings, config, use)
-        reproducible = use.reproducible
-        engine = _opened(read, source, graph, settings, config)
+            engine = _on_kernels(source, graph, settings)
+        else:
+            engine = _opened(read, source, graph, settings)
         engine.state_layers = use.state_layers
-        _check_logits(engine, path)
-        if engine.facts.device == "cpu" and not settings.has_classes:
-            if reproducible:
-                engine.close()
-                raise CapabilityError(
-                    f"{path} has no reproducible mode on this processor: its attention heads have {settings.head_size} "
-                    f"values, ONNX Runtime's own kernels allow {VALUES_AT_ONCE} on x86, none elsewhere. Run the GGUF "
-                    "that it was made from, export it as q8_0 or q4_k_m, or use --no-reproducible"
-                )
-            reproducible = False
-        gives = use.state_layers or use.hidden_states
-        if reproducible:
-            widest = min(settings.widest, settings.max_batch, settings.context_length // 2 + 1)
-            key = _widths_key(source, settings, engine.facts.device, widest, gives)
-            advice = "Use --no-reproducible, or another export (int8, int4)"
-            engine.facts = pinned_facts(engine, key, widest=widest, advice=advice)
-            assert engine.facts.pinned_class is not None
-            engine._least_rows = engine.facts.pinned_class[0]
+        with closed_on_failure(engine):
+            _check_logits(engine, path)
+            if use.reproducible and isinstance(engine, OnnxEngine):
+                engine._find_class(source)
         return engine
+
+    def _find_class(self, source: Source) -> None:
+        """Have a width class from now on. Raises CapabilityError where there is none."""
+        settings, device = self.settings, self.facts.device
+        if device == "cpu" and not settings.has_classes:
+            raise CapabilityError(
+                f"{source.path} has no reproducible mode on this processor: its attention heads have "
+                f"{settings.head_size} values, ONNX Runtime's own kernels allow {VALUES_AT_ONCE} on x86, none "
+                "elsewhere. Run the GGUF that it was made from, export it as q8_0 or q4_k_m, or use --no-reproducible"
+            )
+        widest = min(settings.widest, settings.max_batch, settings.context_length // 2 + 1)
+        # What the bits depend on: files, machine, device, library and settings.
+        kernels = settings.threads, device, device_identity(device), settings.state_layers or settings.hidden_states
+        measured = widest, settings.context_length > PREFIX + widest
+        files = map(file_key, source.files)
+        key = key_of(METHOD, "onnx chains", *files, version(), processor(), kernels, measured)
+        advice = "Use --no-reproducible, or another export (int8, int4)"
+        self.facts = pinned_facts(self, key, widest=widest, advice=advice)
+        assert self.facts.pinned_class is not None
+        self._least_rows = self.facts.pinned_class[0]
 
     def drop_class(self) -> None:
         super().drop_class()
@@ -161,14 +155,12 @@ class OnnxEngine(SessionEngine):
         if len(placed) == 1:
             ((sequence, part),) = placed.items()
             return self._run(sequence, part, batch.outputs)
-        logits, states = [], []
+        logits, states = list[Logits](), list[NDArray[np.float32]]()
         for sequence, part in placed.items():
             logits.append(self._run(sequence, part, batch.outputs[part.rows]).copy())
-            states.append(self._states.copy())
-        rows = np.concatenate([part.rows for part in placed.values()])
-        self._states = np.concatenate(states)[np.argsort(rows)]
-        found: Logits = np.concatenate(logits)[np.argsort(rows[batch.outputs[rows]])]
-        return found
+            states.append(self._last_states.copy())
+        self._last_states = np.concatenate(states)
+        return np.concatenate(logits)
 
     def _run(self, sequence: int, part: SequenceRows, wanted: NDArray[np.bool_]) -> Logits:
         """One pass over a chain, with at least `_least_rows` rows, with and without logits.
@@ -176,7 +168,7 @@ class OnnxEngine(SessionEngine):
         Tokens before the chain are scored again, with the same bits, so that no cell after it is needed. Where there
         are too few, at the start of a text, scratch rows follow instead.
         """
-        width = len(part.rows)
+        width = part.count
         missing = max(self._least_rows - width, 0)
         shift = missing if missing <= part.base else 0
         ids = part.token_ids
@@ -188,7 +180,7 @@ class OnnxEngine(SessionEngine):
         outputs = np.concatenate((outputs, np.repeat(outputs[-1:], max(self._least_rows - outputs.size, 0))))
         self._pass(sequence, part.base - shift, ids, outputs)
         self._tokens[sequence, part.base : part.base + width] = part.token_ids
-        self._states = self._hidden[shift : shift + width]
+        self._last_states = self._hidden[shift : shift + width]
         return self._logits[: asked.size]
 
     def _pass(self, sequence: int, base: int, token_ids: TokenIds, outputs: NDArray[np.intp]) -> None:
@@ -198,22 +190,20 @@ class OnnxEngine(SessionEngine):
         self._positions[:width] = self._counting[base:total]
         self._output_rows[:count] = outputs
         self._lengths[0], self._total[0] = total - 1, total
-        binding, on_device = self._bindings.of((sequence, width, count), self._bind), self._settings.provider != "cpu"
+        binding, on_device = self._bindings.of((sequence, width, count), self._bind), self.settings.provider != "cpu"
         if on_device:
             self._bind_rows(binding, width, count)  # which copies them to the device: a binding keeps that copy
         self._bindings.run(binding, on_device=on_device)
 
     def _bind_rows(self, binding: Any, width: int, count: int) -> None:
-        inputs: dict[str, tuple[tuple[int, ...], NDArray[Any]]] = {
+        inputs: Inputs = {
             "input_ids": ((1, width), self._ids),
             POSITIONS: ((1, width), self._positions),
             LENGTHS: ((1,), self._lengths),
             TOTAL: ((), self._total),
             OUTPUT_ROWS: ((count,), self._output_rows),
         }
-        for name, (shape, array) in inputs.items():
-            if name in self._graph.inputs:
-                binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
+        bind_inputs(binding, {name: each for name, each in inputs.items() if name in self._graph.inputs})
 
     def _bind(self, binding: Any, sequence: int, width: int, count: int) -> None:
         """For `width` rows, `count` of them with logits."""
@@ -221,16 +211,12 @@ class OnnxEngine(SessionEngine):
         for entry, buffer in zip(self._graph.cache, self._buffers(sequence), strict=True):
             binding.bind_ortvalue_input(entry.past, buffer)
             binding.bind_ortvalue_output(entry.present, buffer)
-        wanted = 1, count, self._graph.vocabulary_size
-        binding.bind_output(LOGITS, "cpu", 0, np.float32, wanted, self._logits.ctypes.data)
-        if self._graph.hidden_size:
-            shape = 1, width, self._graph.hidden_size
-            binding.bind_output(HIDDEN, "cpu", 0, np.float32, shape, self._hidden.ctypes.data)
+        self._bind_results(binding, width, count)
 
     def _buffers(self, sequence: int) -> list[Any]:
         """[1, heads, cells, head size] each, in the device's memory."""
         if sequence not in self._caches:
-            settings, make = self._settings, library().OrtValue.ortvalue_from_numpy
+            settings, make = self.settings, library().OrtValue.ortvalue_from_numpy
             device = () if settings.provider == "cpu" else (settings.provider, 0)
             sizes = settings.context_length, settings.head_size
             self._caches[sequence] = [
@@ -247,7 +233,7 @@ class OnnxEngine(SessionEngine):
         for buffer, values in zip(self._buffers(sequence), arrays, strict=True):
             whole = buffer.numpy()
             whole[0, :, : values.shape[1]] = values
-            if self._settings.provider != "cpu":
+            if self.settings.provider != "cpu":
                 buffer.update_inplace(whole)
 
     def _copy(self, source: int, destination: int) -> None:
@@ -266,18 +252,13 @@ class OnnxEngine(SessionEngine):
         self._tokens[sequence, :length] = np.frombuffer(state, np.int32, length)
         arrays, start = [], 4 * length
         for entry in self._graph.cache:
-            shape = entry.heads, length, self._settings.head_size
+            shape = entry.heads, length, self.settings.head_size
             arrays.append(np.frombuffer(state, entry.dtype, np.prod(shape), start).reshape(shape))
             start += arrays[-1].nbytes
         self._fill(sequence, arrays)
 
-    def hidden_states(self) -> NDArray[np.float32]:
-        self._require_open()
-        return self._states if self._has_hidden else super().hidden_states()
-
     def _free(self) -> None:
-        self._held.close()
-        self._bindings.close()
+        super()._free()
         self._caches.clear()
 
 
@@ -297,16 +278,16 @@ class ConcatenatedEngine(OnnxEngine):
         feeds = {name: make(array) for name, array in inputs.items() if name in self._graph.inputs}
         for entry, array in zip(self._graph.cache, self._buffers(sequence), strict=True):
             feeds[entry.past] = make(np.ascontiguousarray(array[:, :, :base]))
-        names = [LOGITS, *([HIDDEN] if self._has_hidden else []), *(entry.present for entry in self._graph.cache)]
+        names = [LOGITS, *([HIDDEN] if self._hidden.size else []), *(entry.present for entry in self._graph.cache)]
         with translated(self._bindings.options):
             found, *present = self._bindings.session.run_with_ort_values(names, feeds, self._bindings.options)
-        if self._has_hidden:
+        if self._hidden.size:
             self._hidden[: token_ids.size] = present.pop(0).numpy()[0]
         self._caches[sequence] = [value.numpy() for value in present]
         np.take(found.numpy()[0], outputs, axis=0, out=self._logits[: outputs.size])
 
     def _buffers(self, sequence: int) -> list[Any]:
-        nothing = (np.zeros((1, each.heads, 0, self._settings.head_size), each.dtype) for each in self._graph.cache)
+        nothing = (np.zeros((1, each.heads, 0, self.settings.head_size), each.dtype) for each in self._graph.cache)
         return self._caches.get(sequence) or list(nothing)
 
     def _arrays(self, sequence: int) -> Iterator[NDArray[Any]]:
@@ -316,9 +297,7 @@ class ConcatenatedEngine(OnnxEngine):
         self._caches[sequence] = [values[None].copy() for values in arrays]
 
 
-def _opened(
-    read: Callable[..., Graph], source: Source, exported: Graph, settings: OnnxSettings, config: ModelConfig
-) -> OnnxEngine:
+def _opened(read: Callable[..., Graph], source: Source, exported: Graph, settings: OnnxSettings) -> OnnxEngine:
     """On the provider of `settings`, or on the best one that can run the whole graph, which `read` adapts to it.
 
     Raises as `providers_for` and `read_graph`, ModelFileError and CapabilityError as `open_session`.
@@ -328,13 +307,11 @@ def _opened(
         if each.provider in HALF_ONLY and exported.is_shared and not exported.is_half:
             continue  # casting its attention was checked on processors only, so far: for those who ask for it
         with suppress(CapabilityError):  # the next one may have what this one lacks
-            return _opened_on(read, source, exported, each, config)
-    return _opened_on(read, source, exported, last, config)
+            return _opened_on(read, source, exported, each)
+    return _opened_on(read, source, exported, last)
 
 
-def _opened_on(
-    read: Callable[..., Graph], source: Source, exported: Graph, settings: OnnxSettings, config: ModelConfig
-) -> OnnxEngine:
+def _opened_on(read: Callable[..., Graph], source: Source, exported: Graph, settings: OnnxSettings) -> OnnxEngine:
     graph, provider = exported, settings.provider
     if provider in HALF_ONLY and exported.is_shared:
         if settings.head_size % HEAD_STEP or settings.head_size > LARGEST_HEAD:
@@ -348,39 +325,26 @@ def _opened_on(
         raise CapabilityError(f"this export has inputs that edgespec does not know: {', '.join(sorted(unknown))}")
     session = open_session(graph.serialised, source.folder, threads=settings.threads, provider=provider)
     kind = OnnxEngine if graph.is_shared else ConcatenatedEngine
-    return kind(session, source, graph, settings, config, CAST_NOTE if graph.is_half > exported.is_half else "")
+    return kind(session, source, graph, settings, CAST_NOTE if graph.is_half > exported.is_half else "")
 
 
-def _load_on_kernels(
-    source: Source, graph: Graph, settings: OnnxSettings, config: ModelConfig, use: ModelUse
-) -> KernelEngine:
+def _on_kernels(source: Source, graph: Graph, settings: OnnxSettings) -> KernelEngine:
     if "cpu" not in providers_for(settings.provider):
         raise CapabilityError(
             f"this model cannot run on {settings.provider}: {reason(settings.provider, graph.serialised, '')}. Use "
             "--provider cpu"
         )
     kind = HybridEngine if graph.states else KernelEngine
-    engine = kind(source, graph, replace(settings, provider="cpu"), config)
-    engine.state_layers = use.state_layers
-    _check_logits(engine, source.path)
-    return engine
-
-
-def _widths_key(source: Source, settings: OnnxSettings, provider: str, widest: int, states: object) -> str:
-    """The cache key of measured width classes: files, machine, device, library and settings."""
-    kernels = settings.threads, provider, device_identity(provider), states
-    measured = widest, settings.context_length > PREFIX + widest
-    return key_of(METHOD, "onnx chains", *map(file_key, source.files), version(), processor(), kernels, measured)
+    return kind(source, graph, replace(settings, provider="cpu"))
 
 
 def _check_logits(engine: Engine, path: Path) -> None:
-    """Raises ModelFileError where the weights are damaged, and closes the engine; else leaves it empty."""
+    """Raises ModelFileError where the weights are damaged; else leaves the engine empty."""
     count = min(2, engine.facts.max_batch, engine.vocabulary.size)
     try:
         fault = fault_of(engine.forward(Batch.chain(list(range(count)))))
     except EngineError as exc:
         fault = str(exc)
     if fault:
-        engine.close()
         raise ModelFileError(f"{path} is not a usable model: {fault}. Download or export it again")
     engine.rollback(0)

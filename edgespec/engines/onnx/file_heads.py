@@ -116,14 +116,11 @@ class HeadText:
 
         Inputs of layers grow with the depth and are scaled to unit size; the last state has been through a norm.
         """
-        if self._columns is not None:
-            features = features[:, self._columns]
-        if not (self._is_projected and self._num_inputs):
-            return features
-        states = features.reshape(len(features), self._num_inputs + 1, -1).copy()
-        inputs = states[:, :-1]
-        inputs /= np.sqrt(np.mean(np.square(inputs), axis=2, keepdims=True) + _LEAST_SQUARE)
-        return states.reshape(features.shape)
+        states = np.take(features, self._columns, axis=1)
+        if self._is_projected and self._num_inputs:
+            inputs = states.reshape(len(states), self._num_inputs + 1, -1)[:, :-1]
+            inputs /= np.sqrt(np.mean(np.square(inputs), axis=2, keepdims=True) + _LEAST_SQUARE)
+        return states
 
     def embed(self, token_ids: TokenIds) -> States:
         """Input rows [n, hidden size] of `token_ids` [n]."""
@@ -157,11 +154,9 @@ class HeadText:
         return sum(array.nbytes for array in arrays)
 
 
-def columns_of(heads: HeadFile, given_layers: tuple[int, ...]) -> NDArray[np.intp] | None:
-    """Places of the states that `heads` read among those of all `given_layers` and the last; None: they read all."""
+def columns_of(heads: HeadFile, given_layers: tuple[int, ...]) -> NDArray[np.intp]:
+    """Places of the states that `heads` read among those of all `given_layers` and the last."""
     manifest = heads.manifest
-    if given_layers == manifest.layers:
-        return None
     width = manifest.feature_size // (len(manifest.layers) + 1)
     return columns((*given_layers, -1), (*manifest.layers, -1), width)
 
@@ -171,8 +166,7 @@ class HeadTiles:
 
     is_tied = False
 
-    def __init__(self, heads: HeadFile, kind: str) -> None:
-        self._usual = kind
+    def __init__(self, heads: HeadFile) -> None:
         rows = heads.frequent_rows * np.float32(heads.manifest.scale)
         arrays = {name.replace(".", "_"): array for name, array in heads.arrays.items()}
         self._arrays: Mapping[str, NDArray[np.float32]] = {**arrays, "rows": rows}
@@ -186,7 +180,7 @@ class HeadTiles:
         return outputs, inputs
 
     def _kind(self, name: str) -> str:
-        return "F32" if self.shape(name)[1] % 32 else self._usual
+        return "F32" if self.shape(name)[1] % 32 else "Q8_0"
 
     def type_number(self, name: str) -> int:
         return interface.TYPES[self._kind(name)]
@@ -337,7 +331,7 @@ class _Graph:
         )
         arrays = {**data.arrays, **packed_tiles(data.later)}
         graph = nodes.model(given, made).SerializeToString()
-        self._session = open_session(graph, Path(), threads=THREADS, provider="cpu", arrays=arrays)
+        self._session = open_session(graph, Path(), threads=THREADS, arrays=arrays)
         self._options, self.num_bytes = run_options(), sum(array.nbytes for array in arrays.values())
 
     def run(self, **rows: States) -> list[States]:
@@ -387,13 +381,11 @@ def _require_kernels() -> None:
         raise CapabilityError(f"heads of a file run on edgespec's own kernels, which are missing here: {why_missing()}")
 
 
-def load_medusa(
-    heads: HeadFile, vocabulary: Vocabulary, given_layers: tuple[int, ...] = (), *, kind: str = "Q8_0"
-) -> MedusaHead:
+def load_medusa(heads: HeadFile, vocabulary: Vocabulary, given_layers: tuple[int, ...] = ()) -> MedusaHead:
     """`heads` of the kind medusa. Arguments and errors as of `load_eagle`."""
     _require_kernels()
     text = HeadText(heads, vocabulary.size, given_layers)
-    return MedusaHead(heads, text, _medusa(heads, HeadTiles(heads, kind)), vocabulary.end_ids)
+    return MedusaHead(heads, text, _medusa(heads, HeadTiles(heads)), vocabulary.end_ids)
 
 
 def load_eagle(
@@ -401,15 +393,13 @@ def load_eagle(
     vocabulary: Vocabulary,
     given_layers: tuple[int, ...] = (),
     *,
-    context_length: int = CONTEXT,
     sequences: int = 1,
     threads: int = THREADS,
-    kind: str = "Q8_0",
 ) -> EagleHead:
     """The layer of `heads` of the kind eagle, for a target with this `vocabulary`.
 
-    `given_layers`: as of `HeadText`; `kind`: of weights, F32 to compare with. Raises CapabilityError without the
-    kernels, or for a size that they do not have, ModelFileError for weights that are no use.
+    `given_layers`: as of `HeadText`. Raises CapabilityError without the kernels, or for a size that they do not have,
+    ModelFileError for weights that are no use.
     """
     sizes = heads.manifest
     _require_kernels()
@@ -418,12 +408,12 @@ def load_eagle(
             f"these heads have {sizes.head_dim} values in a head of attention; allowed: multiples of 16"
         )
     text = HeadText(heads, vocabulary.size, given_layers)
-    weights = HeadTiles(heads, kind)
+    weights = HeadTiles(heads)
     source = HeadLayer(heads, weights)
-    graph = read_graph(source, cells=context_length, hidden_states=True)
-    use = ModelUse(context_length, threads=threads, max_sequences=sequences, provider="cpu")
+    graph = read_graph(source, cells=CONTEXT, hidden_states=True)
+    use = ModelUse(CONTEXT, threads=threads, max_sequences=sequences, provider="cpu")
     settings = OnnxSettings.checked(graph, source.config(), use)
     projection = _projection(heads, weights) if sizes.is_projected else None
-    engine = KernelEngine(source, graph, settings, source.config(), vocabulary)
+    engine = KernelEngine(source, graph, settings, vocabulary)
     source.forget()
     return EagleHead(engine, text, projection)

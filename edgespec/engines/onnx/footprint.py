@@ -16,8 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgespec.engines.head import BYTES_PER_FEATURE, WINDOW
-from edgespec.engines.model_use import DEFAULT_CONTEXT, Footprint, ModelUse
+from edgespec.engines.model_use import BYTES_PER_FEATURE, DEFAULT_CONTEXT, WINDOW, Footprint, ModelUse
 from edgespec.engines.onnx.graph import (
     ATTENTION,
     FLOAT16,

@@ -34,27 +34,20 @@ UNARY_AFTER_HEAD = frozenset({"Cast", "Div", "Mul", "Tanh", "Where", "Add"})
 HEADS = frozenset({"MatMul", "MatMulNBits", "Gemm", PRODUCT})  # those whose first input is the hidden state
 HALF_ONLY = frozenset({"cuda"})
 _READ_BY_ATTENTION = (0, 1, 2, 7, 8)  # query, key and value, or all in the first; cosines and sines
-ELEMENTS = {1: np.float32, FLOAT16: np.float16, 3: np.int8, 2: np.uint8}
+ELEMENTS: dict[int, type[np.float32 | np.float16]] = {FLOAT: np.float32, FLOAT16: np.float16}
 _OWN_LAYERS = (OWN_ATTENTION, DELTA_NET, MAMBA, SHORT_CONV)
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """One KV tensor: names of its input and output, heads, head size, element type as onnx numbers it."""
+    """One KV tensor: names of its input and output, heads, head size, type of its numbers."""
 
     past: str
     present: str
     heads: int
     head_size: int | None
-    element_type: int
-
-    @property
-    def dtype(self) -> Any:
-        """Raises CapabilityError for one that caches cannot have."""
-        if self.element_type not in ELEMENTS:
-            raise CapabilityError(f"a KV cache of onnx element type {self.element_type} is not supported; use float32")
-        return ELEMENTS[self.element_type]
+    dtype: type[np.float32 | np.float16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +228,11 @@ def _cache_entries(graph: Any, path: Path) -> tuple[CacheEntry, ...]:
                     f"{path} is damaged: the shape of {value.name!r} is {shape}, (batch, heads, length, head size) "
                     "with a known number of heads is needed. Export it again"
                 )
+            if (element := value.type.tensor_type.elem_type) not in ELEMENTS:
+                raise CapabilityError(f"a KV cache of onnx element type {element} is not supported; use float32")
             size = shape[3] if isinstance(shape[3], int) and shape[3] else None
             present = f"present.{match[1]}.{match[2]}"
-            found.append(CacheEntry(value.name, present, shape[1], size, value.type.tensor_type.elem_type))
+            found.append(CacheEntry(value.name, present, shape[1], size, ELEMENTS[element]))
     names = {value.name for value in graph.output}
     if not found or not {entry.present for entry in found} <= names:
         raise ModelFileError(
@@ -328,7 +323,6 @@ def tensor_bytes(tensor: Any) -> int:
 
 
 def bytes_per_token(graph: Graph, head_size: int) -> int:
-    """Bytes of a token's keys and values."""
     return sum(entry.heads * head_size * np.dtype(entry.dtype).itemsize for entry in graph.cache)
 
 

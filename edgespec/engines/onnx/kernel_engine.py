@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import USUAL_SLOWDOWN, EngineFacts, check_threads
-from edgespec.engines.booked import Checkpoints, SequenceBook, SequenceRows
-from edgespec.engines.model_files import HeldFiles, StateStamp
+from edgespec.engines.base import USUAL_SLOWDOWN, check_threads
+from edgespec.engines.booked import Checkpoints, SequenceRows
 from edgespec.engines.model_use import DEFAULT_CONTEXT, MOST_CHECKPOINTS
-from edgespec.engines.onnx.graph import HIDDEN, LOGITS, OUTPUT_ROWS, Graph, read_graph
-from edgespec.engines.onnx.library import Bindings, SessionEngine, open_session, translated, version
-from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
+from edgespec.engines.onnx.graph import OUTPUT_ROWS, Graph, read_graph
+from edgespec.engines.onnx.library import Inputs, SessionEngine, bind_inputs, open_session, translated
+from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.engines.onnx.source import GgufFile, Source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import BatchError, CapabilityError, StateError
@@ -49,65 +48,41 @@ class KernelEngine(SessionEngine):
     """On our kernels. Made by `OnnxEngine.load`."""
 
     def __init__(
-        self,
-        source: Source,
-        graph: Graph,
-        settings: OnnxSettings,
-        config: ModelConfig,
-        vocabulary: Vocabulary | None = None,
+        self, source: Source, graph: Graph, settings: OnnxSettings, vocabulary: Vocabulary | None = None
     ) -> None:
         """`vocabulary`: of its target, for a draft head.
 
         Raises CapabilityError for a device or a size that the kernels do not have.
         """
-        # The kernels have threads of their own.
-        session = open_session(
-            graph.serialised, source.folder, threads=1, provider=settings.provider, arrays=source.arrays()
-        )
-        self._threads = settings.threads
-        self.source, self.settings = source, settings
-        self.vocabulary = vocabulary or TokenizerFile(source.folder, graph.vocabulary_size, source.path)
         kind, slots = settings.cache_type_k.upper(), settings.max_sequences
         self._cache = KernelCache(kind, graph.head_sizes, slots, num_chunks(settings.context_length))
         self._named = {CACHE: np.array([self._cache.number])}  # inputs that are the same in all passes
+        session = open_session(graph.serialised, source.folder, arrays=source.arrays())
         widest = max(settings.max_rows, slots)
-        self._max_outputs = max(settings.max_outputs(graph.vocabulary_size), slots)
-        self._ids, self._rows = np.zeros(widest, np.int64), np.zeros((widest, 4), np.int32)
-        self._outputs = np.zeros(self._max_outputs, np.int64)
-        self._counting = np.arange(-1, settings.context_length + widest, dtype=np.int32)
-        self._logits = np.zeros((self._max_outputs, graph.vocabulary_size), np.float32)
-        self._hidden_size, self._has_hidden = graph.hidden_size, bool(graph.hidden_size)
-        self._hidden = np.zeros((widest, graph.hidden_size or 0), np.float32)
-        # Of a draft head: the states that the rows of the next pass read.
-        self.features = np.zeros((widest if graph.feature_size else 0, graph.feature_size), np.float32)
-        self._order: NDArray[np.intp] | None = None  # of the last pass's rows, if they were not in batch order
-        self._bindings = self._cancel = Bindings(session)
-        self._width = 0
-        self._book = SequenceBook(slots)
-        self._held = HeldFiles(source.mapped)
-        self._stamp = StateStamp.of("onnx", source.files, version(), settings.provider, kind, "kernels")
-        whole = 1, settings.max_batch
-        self.facts = EngineFacts(
-            name="onnx",
-            architecture=config.architecture,
-            context_length=settings.context_length,
-            max_sequences=slots,
+        super().__init__(
+            session,
+            source,
+            graph,
+            settings,
+            vocabulary or TokenizerFile(source.folder, graph.vocabulary_size, source.path),
+            (widest, settings.max_outputs(graph.vocabulary_size)),
+            (kind, "kernels"),
             max_batch=settings.max_batch,
-            can_rollback=True,
             max_branches=settings.max_batch,
-            weight_bytes=source.weight_bytes(graph),
             kv_bytes_per_token=self._cache.bytes_per_token,
-            pinned_class=whole,
-            device=settings.provider,
-            threads=settings.threads,
+            pinned_class=(1, settings.max_batch),
             row_cost=0.05,
             max_slowdown=LEADING_SLOWDOWN if path() == LEADING_PATH else USUAL_SLOWDOWN,
             can_pack=slots > 1,
-            own_cells=True,
         )
+        self.source, self._threads = source, settings.threads
+        self._ids, self._rows = np.zeros(widest, np.int64), np.zeros((widest, 4), np.int32)
+        self._outputs = np.zeros(self._max_outputs, np.int64)
+        self._counting = np.arange(-1, settings.context_length + widest, dtype=np.int32)
+        # Of a draft head: the states that the rows of the next pass read.
+        self.features = np.zeros((widest if graph.feature_size else 0, graph.feature_size), np.float32)
 
     def set_threads(self, threads: int) -> bool:
-        """As in the base class; the bits are the same."""
         self._require_open()
         check_threads(threads, self.facts)
         self._threads = threads
@@ -124,30 +99,13 @@ class KernelEngine(SessionEngine):
         source = self.source.first_layers(count)
         length = min(context_length or DEFAULT_CONTEXT, self.facts.context_length)
         settings = replace(self.settings, context_length=length)
-        return type(self)(source, read_graph(source, cells=length), settings, source.config(), self.vocabulary)
+        return type(self)(source, read_graph(source, cells=length), settings, self.vocabulary)
 
     def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
-        outputs = np.flatnonzero(batch.outputs)
-        ids, rows = self._ids[: batch.width], self._rows[: batch.width]
-        self._order = None
-        if len(placed) == 1:
-            ((sequence, part),) = placed.items()
-            ids[:] = batch.token_ids
-            self._place(rows, sequence, part, 0)
-        else:
-            order = [row for part in placed.values() for row in part.rows]
-            if order != list(range(batch.width)):
-                self._order = np.array(order)
-                places = np.empty_like(self._order)
-                places[self._order] = np.arange(batch.width)
-                outputs = places[outputs]
-            start = 0
-            for sequence, part in placed.items():
-                count = len(part.rows)
-                ids[start : start + count] = part.token_ids
-                self._place(rows[start : start + count], sequence, part, start)
-                start += count
-        return self._run(batch.width, outputs)
+        self._ids[: batch.width] = batch.token_ids
+        for sequence, part in placed.items():
+            self._place(self._rows[part.rows], sequence, part)
+        return self._run(batch.width, np.flatnonzero(batch.outputs))
 
     def score(self, token_ids: TokenIds, rows: NDArray[np.int32], first: int = 0, last: int | None = None) -> Logits:
         """Logits of the rows `first`..`last` of all `rows` [n, 4] of a draft head whose text they do not become."""
@@ -169,9 +127,8 @@ class KernelEngine(SessionEngine):
         """Attend to keys and values of another engine's cache, which lives as long."""
         self._named[CACHE] = other._named[CACHE]
 
-    def _place(self, rows: NDArray[np.int32], sequence: int, part: SequenceRows, start: int) -> None:
-        """Fill in `rows` [n, 4] of a sequence, the first of which is row `start` of the pass."""
-        base, count = part.base, len(part.rows)
+    def _place(self, rows: NDArray[np.int32], sequence: int, part: SequenceRows) -> None:
+        base, start, count = part.base, part.start, part.count
         rows[:, 0] = sequence
         rows[:, 2] = self._counting[base + 1 : base + 1 + count]  # the first number is -1
         if part.is_tree:
@@ -191,11 +148,11 @@ class KernelEngine(SessionEngine):
         self._held.check()
         kernels().edgespec_use_threads(self._threads)
         self._bindings.run(binding)
-        self._width = width
+        self._last_states = self._hidden[:width]
         return self._logits[: outputs.size]
 
     def _bind(self, binding: Any, width: int, count: int) -> None:
-        inputs: dict[str, tuple[tuple[int, ...], NDArray[Any]]] = {
+        inputs: Inputs = {
             "input_ids": ((1, width), self._ids),
             ROWS: ((width, 4), self._rows),
             OUTPUT_ROWS: ((count,), self._outputs),
@@ -203,12 +160,8 @@ class KernelEngine(SessionEngine):
         }
         if len(self.features):
             inputs[FEATURES] = (1, width, self.features.shape[1]), self.features
-        for name, (shape, array) in inputs.items():
-            binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
-        shape = 1, count, self._logits.shape[1]
-        binding.bind_output(LOGITS, "cpu", 0, np.float32, shape, self._logits.ctypes.data)
-        if self._hidden_size:
-            binding.bind_output(HIDDEN, "cpu", 0, np.float32, (1, width, self._hidden_size), self._hidden.ctypes.data)
+        bind_inputs(binding, inputs)
+        self._bind_results(binding, width, count)
 
     def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
         """The branch that is kept moves to the cells of its positions."""
@@ -231,20 +184,8 @@ class KernelEngine(SessionEngine):
         except ValueError as exc:
             raise StateError(f"this saved sequence is damaged ({exc}); start from the prompt instead") from exc
 
-    def hidden_states(self) -> NDArray[np.float32]:
-        self._require_open()
-        if not self._hidden_size:
-            return super().hidden_states()
-        states = self._hidden[: self._width]
-        if self._order is None:
-            return states
-        sorted_back = np.empty_like(states)
-        sorted_back[self._order] = states
-        return sorted_back
-
     def _free(self) -> None:
-        self._held.close()
-        self._bindings.close()
+        super()._free()
         del self.source  # it holds the weights, and cycles may hold this engine for long
         self._cache.close()
 
@@ -261,14 +202,9 @@ class HybridEngine(KernelEngine):
     """As `KernelEngine`; a text drops any of its last pass's rows, up to LOG, or returns to a checkpoint or to 0."""
 
     def __init__(
-        self,
-        source: Source,
-        graph: Graph,
-        settings: OnnxSettings,
-        config: ModelConfig,
-        vocabulary: Vocabulary | None = None,
+        self, source: Source, graph: Graph, settings: OnnxSettings, vocabulary: Vocabulary | None = None
     ) -> None:
-        super().__init__(source, graph, settings, config, vocabulary)
+        super().__init__(source, graph, settings, vocabulary)
         self._states = KernelStates(graph.states, settings.max_sequences, LOG)
         self._named[STATES] = np.array([self._states.number])
         self._checkpoints = Checkpoints()
@@ -276,13 +212,13 @@ class HybridEngine(KernelEngine):
 
     def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
         for part in placed.values():
-            if part.is_tree and len(part.rows) > LOG:
-                raise BatchError(f"a tree of {len(part.rows)} rows was given, a {self.facts.architecture} takes {LOG}")
+            if part.is_tree and part.count > LOG:
+                raise BatchError(f"a tree of {part.count} rows was given, a {self.facts.architecture} takes {LOG}")
         before: dict[int, NDArray[np.uint8]] = {}
         for sequence, part in placed.items():
-            if part.base + len(part.rows) - self._states.floors[sequence] > LOG:
+            if part.base + part.count - self._states.floors[sequence] > LOG:
                 self._keep_floor(sequence)
-            if part.base and len(part.rows) > LOG:  # its first rows are added at once
+            if part.base and part.count > LOG:  # its first rows are added at once
                 before[sequence] = self._states.read(sequence, part.base)
         try:
             return super()._score(batch, placed)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +49,7 @@ class _Rest:
         if not (latest.size and source.num_unscored) or np.mean(latest >= source.model.config.vocab_size) < _MANY:
             return False
         if self._session is None and (made := source.rest_of_head()):
-            self._session = open_session(made[0], source.folder, threads=1, provider="cpu", arrays=made[1])
+            self._session = open_session(made[0], source.folder, arrays=made[1])
         return self._session is not None
 
     def scores(self, states: States) -> Logits:
@@ -61,29 +61,13 @@ def columns(given: Sequence[int], read: Sequence[int], width: int) -> NDArray[np
     return np.concatenate([np.arange(width) + width * given.index(each) for each in read])
 
 
-class _Encoder:
-    """What a head with these `sizes` makes of the states that the target gives, with the inputs of `given_layers`."""
-
-    def __init__(self, engine: KernelEngine, sizes: HeadSizes, given_layers: tuple[int, ...]) -> None:
-        source = engine.source
-        assert isinstance(source, GgufFile)
-        self.feature_width = (len(given_layers) + 1) * sizes.target_width
-        self._engine, self._columns = engine, columns(given_layers, sizes.layers, sizes.target_width)
-        graph = source.part("encoder", engine.facts.context_length)
-        self._session = open_session(graph, source.folder, threads=1, provider="cpu", arrays=source.arrays())
-
-    def run(self, features: States, **rows: NDArray[np.int32]) -> States:
-        """One state of each row of `features` [n, feature_width]; of a block's head what it writes into the cache."""
-        return self._engine.run_beside(self._session, {FEATURES: features[:, self._columns], **rows})[0]
-
-
 class KernelHead(DraftHead):
     """One text's view of `engine`, which is closed with the head of the first text. Make it with `load_drafter`.
 
     `sizes` of a file of its own; of its `drafted_ids` it has scores alone.
     """
 
-    _encoder: _Encoder | None = None
+    _encoder: Any = None  # a session of what makes one state of those of layers
 
     def __init__(self, engine: KernelEngine, sizes: HeadSizes | None = None) -> None:
         width, facts = engine.features.shape[1], engine.facts
@@ -106,12 +90,24 @@ class KernelHead(DraftHead):
 
     def read_layers(self, sizes: HeadSizes, given_layers: tuple[int, ...]) -> None:
         """Read states of a target which gives the inputs of these layers, and the last state behind them."""
-        self._encoder = _Encoder(self._engine, sizes, given_layers)
-        self.facts = replace(self.facts, layers=sizes.layers, feature_width=self._encoder.feature_width)
+        self._encoder = self._part("encoder", self._engine.facts.context_length)
+        self._columns = columns(given_layers, sizes.layers, sizes.target_width)
+        feature_width = (len(given_layers) + 1) * sizes.target_width
+        self.facts = replace(self.facts, layers=sizes.layers, feature_width=feature_width)
+
+    def _part(self, name: Literal["encoder", "chain"], cells: int) -> Any:
+        source = self._engine.source
+        assert isinstance(source, GgufFile)
+        graph = source.part(name, cells)
+        return open_session(graph, source.folder, arrays=source.arrays())
 
     def encode(self, features: States) -> States:
         self._check_features(features)
-        return features if self._encoder is None else self._encoder.run(features)
+        return features if self._encoder is None else self._encoded(features)
+
+    def _encoded(self, features: States, **rows: NDArray[np.int32]) -> States:
+        """One state of each row of `features`; of a block's head nothing, which it writes into the cache."""
+        return self._engine.run_beside(self._encoder, {FEATURES: features[:, self._columns], **rows})[0]
 
     def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
         self._check_pairs(token_ids, states)
@@ -214,28 +210,20 @@ class BlockHead(KernelHead):
         super().__init__(engine, sizes)
         self.facts = replace(self.facts, width=sizes.width, most_drafted=sizes.most_drafted, can_tree=False)
         self.read_layers(sizes, given_layers)
-        self._sizes, source = sizes, engine.source
+        self._sizes = sizes
         self._ids = np.full(sizes.block_size, sizes.mask_id, np.int32)
         places = np.arange(sizes.block_size)
         parents = places - 1 if sizes.is_causal else places - sizes.block_size  # or they see all behind them
         self._rows = np.stack((0 * places, places, places, parents), axis=1).astype(np.int32)
-        if self._has_chain:
-            assert isinstance(source, GgufFile)
-            graph = source.part("chain", 1)
-            self._chain = open_session(graph, source.folder, threads=1, provider="cpu", arrays=source.arrays())
-
-    @property
-    def _has_chain(self) -> bool:
-        return self._sizes.has_markov or self._sizes.num_candidates > 0
+        self._chain = self._part("chain", 1) if sizes.has_markov or sizes.num_candidates else None
 
     def inject(self, features: States) -> None:
         self._check_features(features)
         self._check_room(len(features), "tokens")
-        assert self._encoder is not None
         places = np.arange(self.end - self.start, self.end - self.start + len(features))
         parents = np.arange(-1, len(features) - 1)
         rows = np.stack((np.full_like(places, self._slot), places, places, parents), axis=1)
-        self._encoder.run(features, **{ROWS: rows.astype(np.int32)})
+        self._encoded(features, **{ROWS: rows.astype(np.int32)})
         self.end += len(features)
 
     def block(self, token_id: int, most: int | None = None) -> tuple[Logits, Confidences | None]:
@@ -245,7 +233,7 @@ class BlockHead(KernelHead):
         self._ids[0], self._rows[:, 0] = token_id, self._slot
         rows = self._rows + np.array([0, 1, 1, 0], np.int32) * np.int32(self.end - self.start)
         scores = engine.score(self._ids, rows, first, None if most is None else first + most)
-        confidences = self._chained(token_id, scores) if self._has_chain else None
+        confidences = self._chained(token_id, scores) if self._chain is not None else None
         return self._spread(scores), confidences
 
     def _chained(self, token_id: int, scores: Logits) -> Confidences | None:
@@ -302,7 +290,7 @@ def load_drafter(target: KernelEngine, path: Path | None = None, context_length:
         length = min(context_length or DEFAULT_CONTEXT, length, source.model.config.max_positions)
     graph = read_graph(source, cells=length, hidden_states=True)
     settings = replace(target.settings, context_length=length)
-    engine = KernelEngine(source, graph, settings, source.config(), vocabulary)
+    engine = KernelEngine(source, graph, settings, vocabulary)
     if source.reads_cache:
         engine.read_cache_of(target)
         return CacheHead(engine)

@@ -10,17 +10,26 @@ from functools import cache
 from io import StringIO
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.booked import BookedEngine
+from edgespec.engines.base import EngineFacts
+from edgespec.engines.booked import BookedEngine, SequenceBook
+from edgespec.engines.model_files import HeldFiles, StateStamp
+from edgespec.engines.onnx.graph import HIDDEN, LOGITS, Graph
 from edgespec.errors import Cancelled, CapabilityError, ConfigError, EngineError, ModelFileError
 from edgespec.formats.onnx.tiles import PRODUCT
 from edgespec.installation import IMPORT_FAILURES, NO_TELEMETRY, install_command, interrupts_deferred, not_importable
 from edgespec.kernels.interface import held
 from edgespec.kernels.library import library_path
+from edgespec.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from edgespec.engines.onnx.settings import OnnxSettings
+    from edgespec.engines.onnx.source import Source
 
 # Best first. Ours are onnxruntime's names of the memory of the devices.
 PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
@@ -139,10 +148,17 @@ def providers_for(provider: str) -> tuple[str, ...]:
 
 
 def open_session(
-    graph: bytes, folder: Path, *, threads: int, provider: str, arrays: Arrays = NO_ARRAYS, is_trial: bool = False
+    graph: bytes,
+    folder: Path,
+    *,
+    threads: int = 1,
+    provider: str = "cpu",
+    arrays: Arrays = NO_ARRAYS,
+    is_trial: bool = False,
 ) -> Any:
     """A session of a serialised graph whose weights are in `folder` or `arrays`, on one of `providers_for`.
 
+    `threads`: of ONNX Runtime's own; our kernels have theirs.
     `is_trial`: the graph is not optimised, nor are its weights packed. Raises CapabilityError for a provider that lacks
     an operator of this model, ModelFileError for a bad model.
     """
@@ -240,22 +256,77 @@ class Bindings:
                 binding.synchronize_outputs()  # else the cache may be read before the device has written it
 
     def close(self) -> None:
-        """Let go of the session."""
         self._made.clear()
         del self.session
+
+
+Inputs = dict[str, tuple[tuple[int, ...], NDArray[Any]]]  # by name, the shape and the array that it begins in
+
+
+def bind_inputs(binding: Any, inputs: Inputs) -> None:
+    for name, (shape, array) in inputs.items():
+        binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
 
 
 class SessionEngine(BookedEngine):
     """One ONNX model. Logits stay valid until the next `forward`."""
 
     states_of = "all rows"  # they are taken before the head keeps those whose logits are wanted
-    _has_hidden: bool
+
+    def __init__(
+        self,
+        session: Any,
+        source: Source,
+        graph: Graph,
+        settings: OnnxSettings,
+        vocabulary: Vocabulary,
+        sizes: tuple[int, int],
+        kinds: tuple[object, ...],
+        **facts: Any,
+    ) -> None:
+        """`sizes`: most rows of a pass, and of those with logits; `kinds`: of keys and values, for saved states."""
+        self._bindings = self._cancel = Bindings(session)
+        self.settings, self.vocabulary = settings, vocabulary
+        rows, self._max_outputs = sizes
+        self._logits = np.zeros((self._max_outputs, graph.vocabulary_size), np.float32)
+        self._hidden = np.zeros((rows, graph.hidden_size or 0), np.float32)
+        self._last_states = self._hidden[:0]  # of the last batch's rows
+        self._book = SequenceBook(settings.max_sequences)
+        self._held = HeldFiles(source.mapped)
+        self._stamp = StateStamp.of("onnx", source.files, version(), settings.provider, *kinds)
+        self.facts = EngineFacts(
+            name="onnx",
+            architecture=settings.architecture,
+            context_length=settings.context_length,
+            max_sequences=settings.max_sequences,
+            can_rollback=True,
+            weight_bytes=source.weight_bytes(graph),
+            device=settings.provider,
+            threads=settings.threads,
+            own_cells=True,
+            **facts,
+        )
+
+    def _bind_results(self, binding: Any, width: int, count: int) -> None:
+        """Logits of `count` rows, and hidden states of all `width` where the graph gives them."""
+        for name, rows, array in ((LOGITS, count, self._logits), (HIDDEN, width, self._hidden)):
+            if array.size:
+                shape = 1, rows, array.shape[1]
+                binding.bind_output(name, "cpu", 0, np.float32, shape, array.ctypes.data)
 
     def give_hidden_states(self, wanted: bool) -> None:
         """As in the base class; a graph that has them as an output computes them in every pass, at no cost."""
         self._require_open()
-        if wanted and not self._has_hidden:
+        if wanted and not self._hidden.size:
             raise CapabilityError("this model was loaded without hidden states: load it with hidden_states=True")
+
+    def hidden_states(self) -> NDArray[np.float32]:
+        self._require_open()
+        return self._last_states if self._hidden.size else super().hidden_states()
+
+    def _free(self) -> None:
+        self._held.close()
+        self._bindings.close()
 
 
 def reason(name: str, graph: bytes, said: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,9 +10,8 @@ from edgespec.engines.model_use import DEFAULT_CONTEXT, ModelUse
 from edgespec.engines.onnx.graph import Graph
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.formats.checkpoint import read_json
-from edgespec.platform.machine import default_threads, is_x86
+from edgespec.platform.machine import is_x86
 
-LOGITS_BYTES = 32 << 20
 CACHE_TYPES = ("f32",)
 KERNEL_CACHE_TYPES = ("f16", "q8_0")
 # ONNX Runtime multiplies queries and keys 128 values of a head at a time, but all of them at once where a text has at
@@ -72,12 +71,13 @@ def _size(config: dict[str, Any], *names: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class OnnxSettings(ModelUse):
-    """The options of a load, checked; `head_size`: values of an attention head."""
+    """The options of a load, checked; `head_size`: values of an attention head; `architecture`: of the model."""
 
     context_length: int = DEFAULT_CONTEXT
     threads: int = 1
     cache_type_k: str = "f32"
     head_size: int = 0
+    architecture: str = ""
 
     @classmethod
     def checked(cls, graph: Graph, config: ModelConfig, use: ModelUse) -> Self:
@@ -88,32 +88,16 @@ class OnnxSettings(ModelUse):
         types = KERNEL_CACHE_TYPES if own else CACHE_TYPES
         if head_size is None:
             raise ModelFileError("neither the graph nor the files beside it contain the size of an attention head")
-        given = {each.name: getattr(use, each.name) for each in fields(ModelUse)}
-        given |= {
-            "context_length": use.length_for(f"this {config.architecture} model", longest),
-            "threads": default_threads() if use.threads is None else use.threads,
-            "cache_type_k": use.cache_type_k or types[0],
-        }
-        settings = cls(**given, head_size=head_size)
+        given = use.settled(
+            context_length=use.length_for(f"this {config.architecture} model", longest),
+            cache_type_k=use.cache_type_k or types[0],
+        )
+        settings = cls(**given, head_size=head_size, architecture=config.architecture)
         if settings.cache_type_k not in types:
             raise ConfigError(
                 f"a cache of type {settings.cache_type_k!r} is not supported here: use {' or '.join(types)}"
             )
-        limits = {"threads": 512, "max_sequences": 1 << 10, "max_batch": 1 << 14, "widest": 64}
-        for name, high in {"context_length": longest, **limits}.items():
-            value = getattr(settings, name)
-            if not isinstance(value, int) or not 1 <= value <= high:
-                raise ConfigError(f"{name} must be a whole number in 1..{high}, got {value!r}")
         return settings
-
-    @property
-    def max_rows(self) -> int:
-        """Rows of the widest pass."""
-        return max(self.max_batch, self.widest)
-
-    def max_outputs(self, vocabulary_size: int) -> int:
-        """Rows with logits per pass; bounded so that a wide batch over a large vocabulary stays small."""
-        return min(max(LOGITS_BYTES // (4 * vocabulary_size), 64), self.max_rows)
 
     @property
     def has_classes(self) -> bool:

@@ -309,7 +309,6 @@ class GgufFile(Source):
 
 
 def all_files(path: Path) -> list[Path]:
-    """All files that a model is opened from."""
     named = (path.parent / name for name in (*CONFIGS, "tokenizer.json", "tokenizer_config.json"))
     return [*ExportFolder(path).files, *(file for file in named if file.is_file())]
 
@@ -323,7 +322,7 @@ def try_folder(path: Path) -> None:
     source = open_source(path)
     graph = read_graph(source)
     source.config()
-    open_session(graph.serialised, path.parent, threads=1, provider="cpu", is_trial=True)
+    open_session(graph.serialised, path.parent, is_trial=True)
     vocabulary = TokenizerFile(path.parent, graph.vocabulary_size)
     vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
     _ = vocabulary.pieces
@@ -354,7 +353,6 @@ class GgufTiles(GgufTensors):
         return self._is_narrow and is_wide and not is_embedding and not inputs % _NARROW_BLOCK
 
     def stored_kind(self, name: str) -> str:
-        """The type of a matrix's tiles."""
         return "Q4_0" if self._is_made_narrow(self._matrix(name)[0]) else self.kind(name)
 
     def file_bytes(self, tensor: TensorInfo) -> int:

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import ModelFileError, PromptError
+from edgespec.errors import ModelFileError
 from edgespec.formats.checkpoint import chat_template, read_optional_json
 from edgespec.installation import IMPORT_FAILURES, not_importable
 from edgespec.platform.memory import return_freed_memory
@@ -43,10 +43,7 @@ class TokenizerFile(Vocabulary):
         self.chat_template = chat_template(folder, settings, fix=_FIX)
 
     def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as exc:
-            raise PromptError(f"the text is not valid Unicode ({exc}); remove the lone surrogate") from exc
+        self.utf8(text)
         with self._lock:
             # Without `parse_special`, control tokens in a text are encoded as text. A second tokenizer would take as
             # long to load and as much memory again.
