@@ -42,7 +42,8 @@ class HeadDrafter(Drafter):
     most_read: ClassVar[int] = sys.maxsize  # entries that a draft reads; with more new ones it begins behind them
 
     def __init__(self, head: DraftHead, max_features: int, *, owns_head: bool = True) -> None:
-        self._head, self._max_features, self._owns_head = head, max_features, owns_head
+        self._head, self._max_features, self.models = head, max_features, (head,)
+        self.owned = self.models if owns_head else ()
         self._known = np.empty(0, np.int32)  # the text whose entries are cached
 
     def begin(self, prompt_ids: TokenIds) -> None:
@@ -108,21 +109,8 @@ class HeadDrafter(Drafter):
     @property
     def bytes_used(self) -> int:
         facts = self._head.facts
-        own = facts.num_bytes if self._owns_head else 0
+        own = facts.num_bytes if self.owned else 0
         return own + self._max_features * facts.feature_width * BYTES_PER_FEATURE
-
-    def set_threads(self, threads: int) -> None:
-        self._head.set_threads(threads)
-
-    def cancel(self) -> None:
-        self._head.cancel()
-
-    def clear_cancel(self) -> None:
-        self._head.clear_cancel()
-
-    def close(self) -> None:
-        if self._owns_head:
-            self._head.close()
 
 
 class Eagle3Drafter(HeadDrafter):

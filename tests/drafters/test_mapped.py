@@ -128,7 +128,7 @@ def test_spelled_tokens_are_taken_back_whole_and_the_window_slides() -> None:
         found = drafter.draft(DraftRequest(text[:end], 6, sampler))
         assert found.num_tokens == 6 and set(found.token_ids.tolist()) <= {0, 1}
         assert draft.length() <= 32
-        cache = drafter._cache
+        cache = drafter.cache
         assert isinstance(cache, MappedSequence)
         assert draft.length() == cache._map.sizes(cache.token_ids).sum()
         assert drafter.num_uncached(text[:end]) in (0, 1)
