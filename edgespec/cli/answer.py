@@ -33,14 +33,14 @@ class AnswerPrinter:
     are no text. `parts` has reasoning and answer apart, whatever is printed.
     """
 
-    def __init__(self, *, raw: bool = False, reasoning: tuple[Reasoning, Vocabulary] | None = None) -> None:
+    def __init__(self, vocabulary: Vocabulary, reasoning: Reasoning | None = None, *, raw: bool = False) -> None:
         self.parts = ("", "")  # (reasoning, answer); without `reasoning`, all is answer
-        self._splitter = None if reasoning is None else AnswerSplitter(reasoning[1], reasoning[0])
+        self._splitter = AnswerSplitter(vocabulary, reasoning)
         self._is_terminal = sys.stdout.isatty()
         self._is_laid_out = self._is_terminal and not raw
         self._wrap, self._calls = WordWrap(), ToolCalls()
         self._dims = self._is_laid_out and has_escapes()
-        self._splits = reasoning is not None and (self._dims or reasoning[0].marks.has_channels)
+        self._splits = reasoning is not None and (self._dims or reasoning.marks.has_channels)
         self._is_reasoning = False
         self._last = ""
 
@@ -55,11 +55,8 @@ class AnswerPrinter:
         return interruption.is_set()
 
     def push(self, event: TokenEvent) -> None:
-        if self._splitter is None:
-            self._take("", event.text, event.text)
-        else:
-            split = self._splitter.push(event.token_id, event.text)
-            self._take(split.reasoning, split.text, event.text)
+        split = self._splitter.push(event.token_id, event.text)
+        self._take(split.reasoning, split.text, event.text)
 
     def _take(self, reasoning: str, answer: str, written: str) -> None:
         """Remember two parts of the text, and print them, or what was `written` where no reasoning is told apart."""
@@ -77,9 +74,8 @@ class AnswerPrinter:
 
     def end_line(self) -> None:
         """Print what was held back and end the line, so that notes on the answer begin a new one."""
-        if self._splitter is not None:
-            rest = self._splitter.finish()
-            self._take(rest.reasoning, rest.text, "")
+        rest = self._splitter.finish()
+        self._take(rest.reasoning, rest.text, "")
         self._print("", is_end=True)
         if not self._last.endswith("\n"):
             click.echo()

@@ -5,10 +5,9 @@ compares the tokens and log probabilities of both.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -91,11 +90,11 @@ def _encode(session: Session, prompt: BenchPrompt) -> list[int]:
 
 def _bench(session: Session, tasks: list[Task], explain: bool, as_json: bool, plot: Path | None) -> int:
     model, trials = session.model, list[Trial]()
-    on_trial = progress(len(tasks))
     with stops(model.cancel) as interruption:
         for trial in run_trials(model, session.options, tasks, interruption.is_set):
             trials.append(trial)
-            on_trial(_trial_line(trial))
+            # no bar: a thread that redraws one would take the time of what is measured
+            note(f"{len(trials)}/{len(tasks)}  {_trial_line(trial)}")
     if not trials:
         note("interrupted before the first result")
         return INTERRUPTED
@@ -116,10 +115,11 @@ def _bench(session: Session, tasks: list[Task], explain: bool, as_json: bool, pl
 def _sweep(session: Session, tasks: list[Task], explain: bool, as_json: bool) -> int:
     model = session.model
     sweep = Sweep(model, session.options)
-    on_run = progress(len(tasks) * len(sweep.choices))
+    total = len(tasks) * len(sweep.choices)
     with stops(model.cancel) as interruption:
-        for task, choice, measured in sweep.run(tasks, interruption.is_set):
-            on_run(f"{task.prompt.domain:<15}  {choice!s:<20}  {measured.stats.tokens_per_second:.1f}")
+        for number, (task, choice, measured) in enumerate(sweep.run(tasks, interruption.is_set), 1):
+            rate = f"{measured.stats.tokens_per_second:.1f}"
+            note(f"{number}/{total}  {task.prompt.domain:<15}  {choice!s:<20}  {rate}")
     if not sweep.domains:
         note("interrupted before the first result")
         return INTERRUPTED
@@ -150,12 +150,6 @@ def _trial_line(trial: Trial) -> str:
     plain, drafted = (side.stats.tokens_per_second for side in (trial.standard, trial.speculative))
     ratio = shown(trial.speedup) if trial.speculative.stats.drafted_tokens else "nothing drafted"
     return f"{prompt.domain:<15}  {text:<{_SHOWN_CHARACTERS}}  {plain:.1f} -> {drafted:.1f}  {ratio}"
-
-
-def progress(total: int) -> Callable[[str], None]:
-    """Shows each finished run as a line: a thread that redraws a bar would take the time of what is measured."""
-    done = count(1)
-    return lambda line: note(f"{next(done)}/{total}  {line}")
 
 
 # -- verify

@@ -69,7 +69,7 @@ def command(
         at_end.callback(lambda: chat.session.model.close())
         show_beginning(session)
         if saved is not None:
-            saved.begin(chat, session.shown.system)
+            saved.begin(chat)
             at_end.callback(saved.end, chat)
         return _run(chat, saved, first)
 

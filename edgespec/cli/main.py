@@ -48,7 +48,7 @@ _MORE = {
 COMMANDS = {**_EVERYDAY, **_MORE}
 ALIASES = {"generate": "run", "list": "ls", "remove": "rm", "pair": "drafts"}
 # Short commands that share a module.
-_HOMES = dict.fromkeys(("ls", "show", "pull", "add", "rm", "drafts"), "models") | {"verify": "bench"}
+_HOMES = dict.fromkeys(("ls", "show", "plan", "pull", "add", "rm", "drafts"), "models") | {"verify": "bench"}
 _RAISE_LIMITS = "Raise its limits (ulimit -v, ulimit -d), or close other programs"
 # What writing to a pipe that nobody reads any more fails with.
 _READER_GONE = (errno.EPIPE, errno.EINVAL) if os.name == "nt" else (errno.EPIPE,)

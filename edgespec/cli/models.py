@@ -1,4 +1,4 @@
-"""`edgespec ls`, `show`, `pull`, `add`, `rm`, `drafts`: the models on this machine, and those that can be pulled."""
+"""`edgespec ls`, `show`, `plan`, `pull`, `add`, `rm`, `drafts`: the models on this machine, and those to pull."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import click
 
 from edgespec.cli import FilePath, complete_model, printable, run_command
-from edgespec.cli.main import INTERRUPTED
+from edgespec.cli.main import BAD_INPUT, INTERRUPTED
+from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
 from edgespec.cli.terminal import note, runner, waiting
-from edgespec.config.options import LoadOptions
+from edgespec.config.options import REMEMBERING, LoadOptions
 from edgespec.config.values import aligned, as_size
-from edgespec.errors import EdgespecError
+from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
@@ -32,8 +34,9 @@ from edgespec.loading.own_models import drafted_from, entry_bytes, fits, list_he
 from edgespec.loading.pull import pull as pull_model
 from edgespec.loading.registry import is_known, resolve
 from edgespec.loading.requirements import resolve_pair
-from edgespec.memory.fit import chosen_context
+from edgespec.memory.fit import Fitted, chosen_context, fit, placed
 from edgespec.memory.plan import Room, planned
+from edgespec.memory.watch import plan_object
 
 _FITS = {True: "yes", False: "no", None: "?"}
 
@@ -163,6 +166,53 @@ def _fit_of(num_bytes: int, *, has_draft: bool, is_guess: bool = False) -> str:
     answer = {True: "fits", False: "does not fit", None: "unknown whether it fits"}[fits(num_bytes)]
     size = f"{'about ' if is_guess else ''}{num_bytes / 1e9:.2f} GB{' with its draft' if has_draft else ''}"
     return f"{size}; {answer} into the memory that is available now"
+
+
+# -- plan: nothing is loaded
+
+
+@click.command("plan", cls=SettingsCommand)
+@settings_options("load", leave_out=REMEMBERING)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table")
+def plan(model_name: str | None, config_file: Path | None, as_json: bool, **given: Any) -> int:
+    """Show the memory that a model and its draft would take, by part, and whether it fits. Loads nothing.
+
+    With --memory it chooses what to give up to fit into a budget, as every load does. Exit code 2: it would be refused.
+    MODEL is a name, a GGUF or ONNX file, or a folder with one.
+    """
+    settings = resolve_settings(given, model_name, config_file)
+    options = LoadOptions(**settings.part("load"))
+    room = Room.now(options.memory)
+    with keeping_headers():
+        pair = resolve_pair(options)
+        options = placed(chosen_context(options, pair, room), pair)
+        refusal = ""
+        try:
+            fitted = fit(options, pair, room)
+        except CapabilityError as exc:
+            needed = planned(options, pair)
+            fitted, refusal = Fitted(options, pair, needed, room.verdict(needed)), str(exc)
+    if as_json:
+        click.echo(json.dumps({**plan_object(fitted), "refusal": refusal or None}))
+    else:
+        _show_plan(fitted, refusal)
+    return BAD_INPUT if refusal else 0
+
+
+def _show_plan(fitted: Fitted, refusal: str) -> None:
+    plan, options = fitted.plan, fitted.options
+    sizes = [(part.name, *(as_size(size) if size else "" for size in (part.own, part.mapped))) for part in plan.parts]
+    together = ("together, at most", as_size(plan.own_bytes), as_size(plan.mapped_bytes))
+    rows = [(plan.name, "own memory", "mapped from files"), *sizes, together]
+    for number, line in enumerate(aligned(rows, right=(1, 2))):
+        click.echo(click.style(line, bold=number in (0, len(rows) - 1)))
+    if plan.device_note:
+        layers = options.target_gpu_layers, options.draft_model_gpu_layers
+        experts = f" -ncmoe {options.cpu_moe_layers}" if options.cpu_moe_layers else ""
+        click.echo(plan.device_note + (f" (-ngl {layers[0]} -ngld {layers[1]}{experts})" if any(layers) else ""))
+    for each in fitted.given_up:
+        click.echo(f"given up: {each.text} ({each.flags})")
+    click.echo(f"refused: {refusal}" if refusal else f"{fitted.verdict}")
 
 
 # -- pull

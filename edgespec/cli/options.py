@@ -76,19 +76,14 @@ def _option(setting: Setting, *, hidden: bool) -> Callable[[Function], Function]
     return click.option(setting.name, *flags, cls=SettingOption, setting=setting, **kwargs)
 
 
-def resolve_settings(
-    given: Mapping[str, Any], model_name: str | None, config_file: Path | None, *, leave_out: Collection[str] = ()
-) -> Settings:
-    """What was given on the command line, over environment and config file. Raises ConfigError.
-
-    `leave_out`: settings that do not hold for this model, wherever they were given.
-    """
+def resolve_settings(given: Mapping[str, Any], model_name: str | None, config_file: Path | None) -> Settings:
+    """What was given on the command line, over environment and config file. Raises ConfigError."""
     flags = dict(given)
     if model_name is not None:
         if flags.get("model") not in (None, model_name):
             raise ConfigError(f"two models are given, {model_name!r} and --model {flags['model']!r}: keep one")
         flags["model"] = model_name
-    return resolve(flags, config_file=config_file).without(leave_out)
+    return resolve(flags, config_file=config_file)
 
 
 def sampling_of(settings: Settings) -> Sampling:

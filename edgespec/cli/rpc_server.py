@@ -7,12 +7,12 @@ import sys
 
 import click
 
-from edgespec.config.values import DEFAULT_PORT
 from edgespec.errors import EngineError
 from edgespec.installation import require_engine
 from edgespec.platform.files import user_folder
 from edgespec.platform.machine import default_threads
 
+DEFAULT_PORT = 50052
 WARNING = (
     "WARNING: an RPC server has no password and no encryption, and its protocol is not safe against bad input: whoever "
     "can reach this port can read what you write, and can probably run programs here. Use it only in a network that "

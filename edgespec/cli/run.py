@@ -16,8 +16,8 @@ from edgespec.cli.chat import command as chat
 from edgespec.cli.chat import settings_with_model
 from edgespec.cli.main import FAILED, INTERRUPTED
 from edgespec.cli.options import SettingsCommand, settings_options
-from edgespec.cli.session import Session, open_session, require_chat_template, show_beginning
-from edgespec.cli.terminal import complain, counted, is_interactive, length_note, note, stops
+from edgespec.cli.session import Session, length_note, open_session, require_chat_template, show_beginning
+from edgespec.cli.terminal import complain, counted, is_interactive, note, stops
 from edgespec.config.options import SessionOptions
 from edgespec.errors import ConfigError, PromptError
 from edgespec.generation.handle import Result

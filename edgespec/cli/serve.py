@@ -53,8 +53,8 @@ def command(model_names: tuple[str, ...], config_file: Path | None, **given: Any
     from edgespec.server.service import Services
 
     first = resolve_settings(given, model_names[0] if model_names else None, config_file)
-    others = given | dict.fromkeys(OF_ONE_MODEL) | {"model": None}
-    more = [resolve_settings(others, name, config_file, leave_out=OF_ONE_MODEL) for name in model_names[1:]]
+    others = given | {"model": None}
+    more = [resolve_settings(others, name, config_file).without(OF_ONE_MODEL) for name in model_names[1:]]
     options = ServeOptions(**first.part("serve"))
     for name in _HTTP_ONLY if options.stdio else ():
         if first.sources.get(name) == "the command line":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -14,20 +14,10 @@ from edgespec.chat.template import answer_prefix, read_template
 from edgespec.cli import continue_command
 from edgespec.cli.answer import AnswerPrinter
 from edgespec.cli.options import sampling_of
-from edgespec.cli.terminal import (
-    configuration,
-    counted,
-    detail,
-    length_note,
-    note,
-    reply,
-    stats_lines,
-    verbosity,
-    waiting,
-)
-from edgespec.config.options import REMEMBERING, GenerateOptions, LoadOptions, Sampling, SessionOptions
+from edgespec.cli.terminal import counted, detail, note, reply, runner, verbosity, waiting
+from edgespec.config.options import RANDOM_SEED, REMEMBERING, GenerateOptions, LoadOptions, Sampling, SessionOptions
 from edgespec.config.sources import Settings
-from edgespec.config.values import RANDOM_SEED, NumSequences
+from edgespec.config.values import LOSSY, NumSequences
 from edgespec.drafters.spec import learnt_texts
 from edgespec.errors import ConfigError, EdgespecError, PromptError, StateError
 from edgespec.generation.handle import Generation
@@ -93,12 +83,9 @@ class Session:
 
     def printer(self, prompt_ids: Sequence[int], prefix: str = "") -> AnswerPrinter:
         """What prints the answer to a prompt, which has begun with `prefix`, in the way that the settings ask for."""
-        reasoning = None
-        if self.splits_reasoning:
-            vocabulary = self.model.target.vocabulary
-            found = Reasoning.of(vocabulary, prompt_ids, prefix)
-            reasoning = None if found is None else (found, vocabulary)
-        return AnswerPrinter(raw=self.shown.raw, reasoning=reasoning)
+        vocabulary = self.model.target.vocabulary
+        reasoning = Reasoning.of(vocabulary, prompt_ids, prefix) if self.splits_reasoning else None
+        return AnswerPrinter(vocabulary, reasoning, raw=self.shown.raw)
 
     def require_switch(self) -> None:
         """Raises ConfigError where the chat template is to be told whether to reason, and cannot be."""
@@ -108,6 +95,35 @@ class Session:
                 f"the chat template of {self.model.pair.name} has no switch for reasoning (enable_thinking): leave "
                 "out --thinking and --no-thinking"
             )
+
+    def configuration(self, *, whole: bool = True) -> str:
+        """The effective configuration in one line; else of what runs the model only what changes a text, or rules out
+        speculation.
+        """
+        model, options = self.model, self.options
+        facts, engine = model.target.facts, runner(model.pair.files["target"])
+        drafter = options.drafter or model.drafter_name
+        rule = options.verify or model.options.verify
+        if not whole:
+            parts = [f"{model.pair.name} on {engine}" + (f", {facts.device}" if facts.device != "cpu" else "")]
+            if not facts.writes:
+                parts.append("embeddings only")
+            elif not facts.can_speculate:
+                parts.append("no speculation (the model cannot roll back)")
+            elif drafter == "none":
+                parts.append("drafter none")
+            return " | ".join([*parts, *([f"verify {rule} (changes the text)"] if rule in LOSSY else [])])
+        length = model.options.draft_length if options.draft_length is None else options.draft_length
+        mode = "fastest mode" if facts.pinned_class is None else "reproducible"
+        return " | ".join(
+            (
+                model.pair.name,
+                f"{engine} on {facts.device}, threads {facts.threads}, context {facts.context_length}",
+                f"drafter {drafter}" if drafter == "none" else f"drafter {drafter}, draft length {length}, rule {rule}",
+                mode if rule == "coupled" else "not reproducible",
+                f"seed {self.seed}",
+            )
+        )
 
     def show_notes(self, stats: Stats) -> None:
         """What went wrong in an answer, such as a drafter that failed; each note once."""
@@ -208,9 +224,39 @@ def show_beginning(session: Session, *, measures: bool = False) -> None:
     is_whole = measures or verbosity() == "verbose"
     if model.memory is not None and model.memory.note and not is_whole:
         note(f"note: {model.memory.note}")
-    note(configuration(model, session.sampling, session.options, whole=is_whole))
+    note(session.configuration(whole=is_whole))
     for line in model.notes:
         detail(line)
+
+
+def length_note(stats: Stats, options: GenerateOptions, *, in_chat: bool = False) -> str | None:
+    """Why the answer stops in the middle, and how to get more; None where the model ended it."""
+    if stats.finish_reason != "length":
+        return None
+    if stats.new_tokens == options.max_tokens:
+        more = "/continue goes on, /set max-tokens gives more" if in_chat else "a larger -n (--max-tokens) gives more"
+        return f"cut at {counted(stats.new_tokens, 'token')}: {more}"
+    return "cut: the context is full; a larger -c (--ctx-size) gives more"
+
+
+def stats_lines(stats: Stats) -> Iterable[str]:
+    reused = f" ({stats.reused_tokens} cached)" if stats.reused_tokens else ""
+    yield (
+        f"{counted(stats.new_tokens, 'token')} at {stats.tokens_per_second:.1f} tokens/s, "
+        f"prompt {stats.prompt_tokens}{reused} in {stats.prefill_s:.2f} s"
+    )
+    if stats.drafted_tokens:
+        yield (
+            f"{stats.target_passes} target passes, {stats.drafted_tokens} drafted, {stats.accepted_tokens} accepted "
+            f"({stats.acceptance_rate:.0%}), {stats.mean_accepted_length:.2f} tokens per pass"
+        )
+    else:
+        yield f"{stats.target_passes} target passes, nothing drafted"
+    planned = f" of {stats.planned_bytes / 1e6:.0f} planned" if stats.planned_bytes else ""
+    yield (
+        f"draft {stats.draft_s:.3f} s, verify {stats.verify_s:.3f} s, overhead {stats.overhead_s:.3f} s; "
+        f"peak memory {stats.peak_rss_bytes / 1e6:.0f} MB{planned}"
+    )
 
 
 # -- one conversation: asks, prints the answer and remembers it; with `chat --session FILE` it is kept in FILE, written
@@ -312,11 +358,11 @@ class SavedChat:
         self._stamp = self._found_stamp()
         self._is_changed = False
 
-    def begin(self, chat: Chat, system: str | None) -> None:
-        """Continue the conversation, with `system` in place of its system prompt where one is given."""
+    def begin(self, chat: Chat) -> None:
+        """Continue the conversation, with the system prompt of the settings where they have one."""
         if self._conversation is None:
             return
-        if system is not None:
+        if (system := chat.session.shown.system) is not None:
             self._conversation.system = system
         chat.conversation = self._conversation
         note(f"continuing {self._path}: {counted(chat.conversation.num_exchanges, 'exchange')}")

@@ -10,12 +10,12 @@ from edgespec.chat.conversation import Conversation
 from edgespec.cli.answer import readable
 from edgespec.cli.models import card
 from edgespec.cli.options import show
-from edgespec.cli.session import HERE, Chat, completed, open_session, require_chat_template, show_beginning
-from edgespec.cli.terminal import configuration, counted, reply, stats_lines
-from edgespec.config.options import BY_KEY, OF_ONE_MODEL, SETTINGS, fresh_seed
+from edgespec.cli.session import HERE, Chat, completed, open_session, require_chat_template, show_beginning, stats_lines
+from edgespec.cli.terminal import counted, reply
+from edgespec.config.options import BY_KEY, OF_ONE_MODEL, RANDOM_SEED, SETTINGS, fresh_seed
 from edgespec.config.sources import Settings, find
 from edgespec.config.table import CALLED, Setting, did_you_mean
-from edgespec.config.values import RANDOM_SEED, aligned
+from edgespec.config.values import aligned
 from edgespec.errors import ConfigError, EdgespecError
 from edgespec.platform.files import exists, expanded, given_text
 from edgespec.platform.machine import reset_peak
@@ -178,7 +178,7 @@ def _show(chat: Chat, argument: str) -> None:
     if argument in ("info", "license", "modelfile"):
         _table([*card(session.model.options, session.model.pair)])
         return
-    reply(configuration(session.model, session.sampling, session.options))
+    reply(session.configuration())
     present = [(setting, _present(chat, setting)) for setting in SETTINGS if setting.part != "serve"]
     sources = session.settings.sources
     _table([(s.key, _spelled(v), sources.get(s.name, "")) for s, v in present if v not in (None, ())])

@@ -1,4 +1,4 @@
-"""What a person sees beside the result, on stderr, and Ctrl-C: notes, errors, counters, the configuration, waits.
+"""What a person sees beside the result, on stderr, and Ctrl-C: notes, errors, waits.
 
 Escape codes only where they work.
 """
@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
@@ -17,17 +17,12 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from edgespec.cli import has_escapes, printable
-from edgespec.config.options import GenerateOptions
-from edgespec.config.values import LOSSY
 
 if TYPE_CHECKING:
     from rich.status import Status
     from rich.text import Text
 
-    from edgespec.config.options import Sampling
     from edgespec.formats.manifest import ModelFile
-    from edgespec.reports import Stats
-    from edgespec.runtime import Model  # commands that load nothing do not pay for these imports
 
 Verbosity = Literal["quiet", "normal", "verbose"]
 OnProgress = Callable[[int, int, str], None]
@@ -84,65 +79,6 @@ def counted(count: int, noun: str) -> str:
 def runner(file: ModelFile) -> str:
     """What runs a model file, for people."""
     return "llama.cpp" if file.engine == "llamacpp" else "edgespec's kernels" if file.is_gguf else "ONNX Runtime"
-
-
-def configuration(model: Model, sampling: Sampling, options: GenerateOptions, *, whole: bool = True) -> str:
-    """The effective configuration in one line; else of what runs the model only what changes a text, or rules out
-    speculation.
-    """
-    facts, engine = model.target.facts, runner(model.pair.files["target"])
-    drafter = options.drafter or model.drafter_name
-    rule = options.verify or model.options.verify
-    if not whole:
-        parts = [f"{model.pair.name} on {engine}" + (f", {facts.device}" if facts.device != "cpu" else "")]
-        if not facts.writes:
-            parts.append("embeddings only")
-        elif not facts.can_speculate:
-            parts.append("no speculation (the model cannot roll back)")
-        elif drafter == "none":
-            parts.append("drafter none")
-        return " | ".join([*parts, *([f"verify {rule} (changes the text)"] if rule in LOSSY else [])])
-    length = model.options.draft_length if options.draft_length is None else options.draft_length
-    mode = "fastest mode" if facts.pinned_class is None else "reproducible"
-    return " | ".join(
-        (
-            model.pair.name,
-            f"{engine} on {facts.device}, threads {facts.threads}, context {facts.context_length}",
-            f"drafter {drafter}" if drafter == "none" else f"drafter {drafter}, draft length {length}, rule {rule}",
-            mode if rule == "coupled" else "not reproducible",
-            "random seeds" if sampling.seed is None else f"seed {sampling.seed}",
-        )
-    )
-
-
-def length_note(stats: Stats, options: GenerateOptions, *, in_chat: bool = False) -> str | None:
-    """Why the answer stops in the middle, and how to get more; None where the model ended it."""
-    if stats.finish_reason != "length":
-        return None
-    if stats.new_tokens == options.max_tokens:
-        more = "/continue goes on, /set max-tokens gives more" if in_chat else "a larger -n (--max-tokens) gives more"
-        return f"cut at {counted(stats.new_tokens, 'token')}: {more}"
-    return "cut: the context is full; a larger -c (--ctx-size) gives more"
-
-
-def stats_lines(stats: Stats) -> Iterable[str]:
-    reused = f" ({stats.reused_tokens} cached)" if stats.reused_tokens else ""
-    yield (
-        f"{counted(stats.new_tokens, 'token')} at {stats.tokens_per_second:.1f} tokens/s, "
-        f"prompt {stats.prompt_tokens}{reused} in {stats.prefill_s:.2f} s"
-    )
-    if stats.drafted_tokens:
-        yield (
-            f"{stats.target_passes} target passes, {stats.drafted_tokens} drafted, {stats.accepted_tokens} accepted "
-            f"({stats.acceptance_rate:.0%}), {stats.mean_accepted_length:.2f} tokens per pass"
-        )
-    else:
-        yield f"{stats.target_passes} target passes, nothing drafted"
-    planned = f" of {stats.planned_bytes / 1e6:.0f} planned" if stats.planned_bytes else ""
-    yield (
-        f"draft {stats.draft_s:.3f} s, verify {stats.verify_s:.3f} s, overhead {stats.overhead_s:.3f} s; "
-        f"peak memory {stats.peak_rss_bytes / 1e6:.0f} MB{planned}"
-    )
 
 
 # -- what a command is waiting for: a line that vanishes in a terminal, one line for each new thing elsewhere

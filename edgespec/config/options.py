@@ -18,11 +18,6 @@ from edgespec.config.table import Section, check_values, settings_of
 from edgespec.config.values import (
     MAX_COUNT,
     MAX_DRAFT_LENGTH,
-    MAX_GRAMMAR_CHARACTERS,
-    MAX_PARALLEL,
-    MAX_TOP_LOGPROBS,
-    NO_LIMIT,
-    RANDOM_SEED,
     CacheType,
     ContextLength,
     DrafterName,
@@ -51,6 +46,11 @@ from edgespec.config.values import (
 from edgespec.errors import ConfigError, SamplingError, name_option, shown
 
 Location = str | os.PathLike[str]
+MAX_TOP_LOGPROBS = 256
+MAX_PARALLEL = 64
+RANDOM_SEED = -1  # as a seed, like None: another one each time, as in llama.cpp
+NO_LIMIT = -1  # as a number of new tokens, like None
+MAX_GRAMMAR_CHARACTERS = 1 << 18  # of a schema or grammar: what compiles within a second
 MAX_TEMPERATURE = 100
 _MAX_BIAS = 1e30  # finite in float32 even after a logit is added
 _MAX_WAIT_S = 10**9
@@ -58,6 +58,7 @@ _model, _hardware, _speculation = Section("load", "Model"), Section("load", "Har
 _sampling, _answer = Section("sampling", "Sampling"), Section("generate", "Answer")
 _prompt, _output = Section("session", "Answer"), Section("session", "Output")
 _serve = Section("serve", "Options").basic
+_or_auto = partial(number, words=("auto",))
 STRUCTURES = ("json_schema", "grammar", "regex")
 
 
@@ -143,12 +144,9 @@ class LoadOptions:
     )
     engine: EngineName = _hardware("auto", "--engine", "Inference engine")
     threads: int | None = _hardware.basic(None, "-t --threads", "CPU threads [free fast cores]", check=number(1))
-    parallel: NumSequences = _hardware(1, check=number(1, MAX_PARALLEL, words=("auto",)))
+    parallel: NumSequences = _hardware(1, check=_or_auto(1, MAX_PARALLEL))
     gpu_layers: GpuLayers | None = _hardware.basic(
-        None,
-        "-ngl --gpu-layers N",
-        "GGUF: layers on the GPU, -1: all; auto: what fits",
-        check=number(-1, words=("auto",)),
+        None, "-ngl --gpu-layers N", "GGUF: layers on the GPU, -1: all; auto: what fits", check=_or_auto(-1)
     )
     draft_gpu_layers: int | None = _hardware(
         None,
@@ -197,7 +195,7 @@ class LoadOptions:
         "auto",
         "--draft-length --num-draft-tokens --draft-max N|auto",
         "Draft tokens per step",
-        check=number(0, MAX_DRAFT_LENGTH, words=("auto",)),
+        check=_or_auto(0, MAX_DRAFT_LENGTH),
     )
     max_slowdown: float | None = _speculation(
         None,
@@ -396,7 +394,7 @@ class GenerateOptions:
     )
     ignore_eos: bool = _answer(False, "--ignore-eos", "Continue after end-of-text tokens")
     drafter: DrafterName | None = _answer(None)
-    draft_length: DraftLength | None = _answer(None, check=number(0, MAX_DRAFT_LENGTH, words=("auto",)))
+    draft_length: DraftLength | None = _answer(None, check=_or_auto(0, MAX_DRAFT_LENGTH))
     verify: RuleName | None = _answer(None)
     logprobs: bool = _answer(True)
     top_logprobs: int = _answer(0, check=number(0, MAX_TOP_LOGPROBS))
@@ -491,7 +489,7 @@ class ServeOptions:
         None,
         "-np --parallel N",
         "Answers generated at once, each with its own context; others wait [up to 4 on our kernels, else 1]",
-        check=number(1, MAX_PARALLEL, words=("auto",)),
+        check=_or_auto(1, MAX_PARALLEL),
     )
     max_queue: int = _serve(32, "--max-queue", "Requests that may wait; more get 429", check=number(0, 4096))
     timeout: float = _serve(

@@ -48,14 +48,8 @@ DRAFTERS: tuple[DrafterName, ...] = get_args(DrafterName)
 LOSSY: frozenset[RuleName] = frozenset({"typical"})  # rules that change the target's output distribution
 POOLINGS: tuple[PoolingName, ...] = get_args(PoolingName)
 MAX_DRAFT_LENGTH = 64
-MAX_TOP_LOGPROBS = 256
-MAX_PARALLEL = 64
-RANDOM_SEED = -1  # as a seed, like None: another one each time, as in llama.cpp
-NO_LIMIT = -1  # as a number of new tokens, like None
-MAX_GRAMMAR_CHARACTERS = 1 << 18  # of a schema or grammar: what compiles within a second
 MAX_COUNT = 2**31 - 1  # the engines' libraries count in int32
 MAX_SERVERS = 16  # RPC servers; ggml's limit
-DEFAULT_PORT = 50052  # of an RPC server
 
 Check = Callable[[str, Any], Any]
 Class = TypeVar("Class", bound=type[Any])

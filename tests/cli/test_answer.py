@@ -13,6 +13,7 @@ from edgespec.chat.reasoning import Reasoning
 from edgespec.cli.answer import AnswerPrinter, ToolCalls, WordWrap, readable
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.reports import TokenEvent
+from table_engine import LetterVocabulary
 
 TEXT = "The quick brown fox jumps over the lazy dog, twice.\nThen it sleeps."
 
@@ -87,7 +88,7 @@ def test_what_is_no_tool_call_is_shown_as_it_is(text):
 def printed(monkeypatch, capsys, *texts: str, is_terminal: bool, **options: bool) -> str:
     monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
     monkeypatch.setenv("COLUMNS", "20")
-    printer = AnswerPrinter(**options)
+    printer = AnswerPrinter(LetterVocabulary(26), **options)
     for index, text in enumerate(texts):
         printer.push(TokenEvent(0, text, index, "ngram"))
     printer.end_line()
@@ -112,7 +113,7 @@ def reasoned(monkeypatch: pytest.MonkeyPatch, path: Path, text: str, *, terminal
     monkeypatch.setattr("edgespec.cli.answer.has_escapes", lambda: terminal)
     monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((40, 20)))
     with VocabularyFile(path) as vocabulary:
-        printer = AnswerPrinter(raw=raw, reasoning=(Reasoning(KNOWN_MARKS[0]), vocabulary))
+        printer = AnswerPrinter(vocabulary, Reasoning(KNOWN_MARKS[0]), raw=raw)
         for letter in text:
             printer.push(TokenEvent(vocabulary.encode("a")[0], letter, 0, None))
         printer.end_line()

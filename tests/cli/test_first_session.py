@@ -8,7 +8,8 @@ import time
 import pytest
 
 from command_line import run
-from edgespec.cli.terminal import length_note, waiting
+from edgespec.cli.session import length_note
+from edgespec.cli.terminal import waiting
 from edgespec.config.options import SETTINGS, GenerateOptions
 from edgespec.reports import Stats
 from tiny_gguf import Shape, write_model

@@ -12,7 +12,7 @@ import pytest
 
 from demo import DEMO
 from edgespec import GenerateOptions, Sampling
-from edgespec.config.values import MAX_GRAMMAR_CHARACTERS
+from edgespec.config.options import MAX_GRAMMAR_CHARACTERS
 from edgespec.control.base import FixedLength
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
