@@ -54,7 +54,7 @@ class HierarchicalDrafter(ModelDrafter):
         most = min(request.max_tokens, self._engine.facts.context_length // 4)
         if most < 1:
             return EMPTY_DRAFT
-        chain = DrawnChain(request, most, self._engine.vocabulary.end_ids)
+        chain = DrawnChain(request.at_most(most), self._engine.vocabulary.end_ids)
         with restored_on_failure(self.cache):
             missing = yield from self._missing(request.token_ids, most)
             while chain.is_open:
@@ -86,7 +86,7 @@ class HierarchicalDrafter(ModelDrafter):
 
     def _small_draft(self, chain: DrawnChain) -> Passes[Draft]:
         """Tokens of the small model behind those of the chain, drawn with the noise that the medium will use."""
-        count = min(self._ahead, chain.most - len(chain.token_ids) - 1)
+        count = min(self._ahead, chain.request.max_tokens - len(chain.token_ids) - 1)
         if count < 1:
             return EMPTY_DRAFT
         behind = chain.request._replace(

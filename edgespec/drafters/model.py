@@ -60,7 +60,7 @@ class ModelDrafter(Drafter):
         if most < 1:
             return EMPTY_DRAFT
         with restored_on_failure(self.cache):
-            chain = DrawnChain(request, most, self.cache.end_ids)
+            chain = DrawnChain(request.at_most(most), self.cache.end_ids)
             chain.add((yield from self.catching_up(request.token_ids, most)))
             if chain.is_open:
                 self.cache.mark()  # what was read up to here is the text; the next draft begins with it again

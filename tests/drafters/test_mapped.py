@@ -42,8 +42,8 @@ def test_tokens_are_the_same_when_they_print_the_same() -> None:
     draft = Words([b"", b"ab", b"b", b"\n"], stop=0)
     mapping = VocabularyMap(target, draft)
     assert mapping.draft_ids.tolist() == [-1, 2, 1, 0, -1]
-    assert mapping.share == pytest.approx(3 / 5)
-    assert mapping.share_of([0, 2, 2, 2]) == 0.75 and mapping.share_of([]) == 0
+    assert mapping.share(range(5)) == pytest.approx(3 / 5)
+    assert mapping.share([0, 2, 2, 2]) == 0.75 and mapping.share([]) == 0
     logits = mapping.gathered(np.array([10, 11, 12, 13], np.float32))
     assert logits.tolist() == [LACKS, 12, 11, 10, LACKS]
 
