@@ -66,7 +66,6 @@ class Drafter(ABC):
     wants_features: ClassVar[bool] = False
     prior: ClassVar[tuple[float, ...]] = (-0.2,)
 
-    @abstractmethod
     def begin(self, prompt_ids: TokenIds) -> None:
         """A new generation starts from `prompt_ids` [n]; state of a prefix shared with the last one may be kept."""
 

@@ -83,7 +83,8 @@ def draft_cache(target: Engine, draft: Engine, name: str) -> tuple[CachedSequenc
         return CachedSequence(draft), ""
     mapping = map_vocabulary(target.vocabulary, draft)
     in_text = _share_of_text(target.vocabulary, mapping)
-    overlap = f"{name} has {mapping.share(range(target.vocabulary.size)):.1%} of the target's tokens, and {in_text:.1%} of those in ordinary text"
+    in_all = mapping.share(range(target.vocabulary.size))
+    overlap = f"{name} has {in_all:.1%} of the target's tokens, and {in_text:.1%} of those in ordinary text"
     if in_text < LEAST_OVERLAP:
         raise VocabularyMismatch(
             f"{why}. {overlap}; at least {LEAST_OVERLAP:.0%} of the latter are needed. Use a draft of the same model "
