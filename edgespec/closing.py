@@ -5,11 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, Self
-
-
-class HasClose(Protocol):
-    def close(self) -> None: ...
+from typing import Self
 
 
 class Closing(ABC):
@@ -27,11 +23,10 @@ class Closing(ABC):
 
 
 @contextmanager
-def closed_on_failure(*owned: HasClose) -> Iterator[None]:
-    """If the block ends with any exception, KeyboardInterrupt included, close these."""
+def closed_on_failure(owned: Closing) -> Iterator[None]:
+    """If the block ends with any exception, KeyboardInterrupt included, close `owned`."""
     try:
         yield
     except BaseException:
-        for each in owned:
-            each.close()
+        owned.close()
         raise

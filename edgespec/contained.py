@@ -74,12 +74,7 @@ class Child(Closing):
         self._is_ready = False
         try:
             self._process = subprocess.Popen(command, **pipes, env=child_environment(), start_new_session=True)
-            try:
-                threading.Thread(target=self._talk, name="edgespec-child", daemon=True).start()
-            except RuntimeError:
-                with self._process:
-                    self._process.kill()
-                raise
+            threading.Thread(target=self._talk, name="edgespec-child", daemon=True).start()
         except (OSError, RuntimeError) as exc:  # the latter: no memory for a thread
             self._words.close()
             raise CapabilityError(

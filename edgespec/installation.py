@@ -99,13 +99,13 @@ def interrupts_deferred() -> Iterator[None]:
         yield
         return
     came: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    signal.signal(signal.SIGINT, lambda *interrupt: came.append(interrupt))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, answer)
-        for number, frame in came:
-            answer(number, frame)
+        for interrupt in came:
+            answer(*interrupt)
 
 
 def not_importable(what: str, exc: Exception, module: str, extra: str = "") -> CapabilityError:
@@ -130,7 +130,8 @@ def install_command(extra: str = "") -> str:
     if extra and (script := _script_of_checkout()):
         return f"{script} install {extra}"
     if extra == "gpu":
-        return swap_command("onnxruntime", "onnxruntime-gpu")
+        remove = pip_command("uninstall", "-y", "onnxruntime", "onnxruntime-gpu")
+        return f"{joined(remove)}, then {joined(pip_command('install', _requirement_of('onnxruntime-gpu')))}"
     if (checkout := _checkout()) is not None:
         return joined(pip_command("install", "-e", f"{checkout}[{extra}]" if extra else str(checkout)))
     return joined(pip_command("install", *requirements().get(extra, ())))
@@ -163,12 +164,6 @@ def build_kernels_command() -> str:
     if (script := _script_of_checkout()) and os.access(Path(__file__).parent, os.W_OK):
         return f"{script} kernels"  # which works in the checkout only
     return f"{quoted(sys.executable)} -m edgespec.kernels.library"
-
-
-def swap_command(old: str, new: str) -> str:
-    """What to type to have one of two packages that hold the same files, in place of the other or of both."""
-    remove, install = pip_command("uninstall", "-y", old, new), pip_command("install", _requirement_of(new))
-    return f"{joined(remove)}, then {joined(install)}"
 
 
 @cache

@@ -7,11 +7,10 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.errors import PromptError
-from edgespec.loading.drafts import PROMPTS
+from edgespec.loading.drafts import PROMPTS, Prompt
 from edgespec.platform.files import given_text
 from edgespec.runtime import Model
 from edgespec.vocabulary import Vocabulary
@@ -23,29 +22,21 @@ _EDITS = (
     "def total(prices):\n    result = 0\n    for price in prices:\n        result += price\n    return result",
     "The keeper of the lighthouse climbs the stairs each night and lights the lamp. The ships see it and turn away.",
 )
-Domains = dict[str, list["BenchPrompt"]]
+Domains = dict[str, list[Prompt]]
 
 
-@dataclass(frozen=True, slots=True)
-class BenchPrompt:
-    """One prompt. `is_raw`: encoded without chat template."""
-
-    domain: str
-    text: str
-    is_raw: bool = False
-
-    def encode(self, model: Model, *, chat_template: bool = True) -> list[int]:
-        """Token ids for `model`. Raises PromptError."""
-        if self.is_raw or not chat_template or model.target.vocabulary.chat_template is None:
-            return model.encode(self.text)
-        return model.encode_chat([{"role": "user", "content": self.text}])
+def encode(model: Model, chat_template: bool, prompt: Prompt) -> list[int]:
+    """Token ids of `prompt`. `chat_template`: whether it goes through the model's, if that has one."""
+    if prompt.is_raw or not chat_template or model.target.vocabulary.chat_template is None:
+        return model.encode(prompt.text)
+    return model.encode_chat([{"role": "user", "content": prompt.text}])
 
 
 def built_in() -> Domains:
     domains: Domains = {}
     for prompt in PROMPTS:
-        domains.setdefault(prompt.domain, []).append(BenchPrompt(*prompt))
-    domains["copying"] += [BenchPrompt("copying", f"{_EDIT}\n\n{text}") for text in _EDITS]
+        domains.setdefault(prompt.domain, []).append(prompt)
+    domains["copying"] += [Prompt("copying", f"{_EDIT}\n\n{text}") for text in _EDITS]
     return domains
 
 
@@ -54,12 +45,12 @@ def random_text(vocabulary: Vocabulary, seed: int) -> Domains:
     rng = random.Random(f"{seed} made")
     printing = [token_id for token_id, piece in enumerate(vocabulary.pieces) if piece]
     texts = (vocabulary.decode(rng.choices(printing, k=_RANDOM_TOKENS)) for _ in range(NUM_RANDOM))
-    return {"random_text": [BenchPrompt("random_text", text, is_raw=True) for text in texts]}
+    return {"random_text": [Prompt("random_text", text, is_raw=True) for text in texts]}
 
 
 def choose(
-    domains: Mapping[str, Sequence[BenchPrompt]], fits: Callable[[BenchPrompt], bool], *, one_each: bool = False
-) -> tuple[list[BenchPrompt], int]:
+    domains: Mapping[str, Sequence[Prompt]], fits: Callable[[Prompt], bool], *, one_each: bool = False
+) -> tuple[list[Prompt], int]:
     """The prompts that `fits` allows, the domains taking turns; or the first one of each.
 
     Returns how many do not fit, too. Raises PromptError if no prompt is left.
@@ -78,7 +69,7 @@ def choose(
 def read_prompts(path: Path) -> Domains:
     """The prompts of a file, one per line. Raises ConfigError, PromptError."""
     lines = io.StringIO(given_text(path, "--prompts"), newline=None)  # splitlines cuts at other marks, too
-    found = [BenchPrompt(OWN_DOMAIN, line.rstrip("\n")) for line in lines if line.strip()]
+    found = [Prompt(OWN_DOMAIN, line.rstrip("\n")) for line in lines if line.strip()]
     if not found or path.suffix == ".jsonl":
         raise PromptError(f"--prompts {path} must be a text file with one prompt per line, none of them JSON")
     return {OWN_DOMAIN: found}

@@ -12,8 +12,8 @@ from functools import partial
 from itertools import zip_longest
 from typing import TypeVar
 
-from edgespec.bench.prompts import BenchPrompt
 from edgespec.config.options import GenerateOptions, Sampling
+from edgespec.loading.drafts import Prompt
 from edgespec.reports import RoundRecord, Stats, TokenEvent
 from edgespec.runtime import Model
 
@@ -26,7 +26,7 @@ Side = TypeVar("Side")
 class Task:
     """One decoding of a prompt. `index`: number of the prompt; `repeat`: number of the repetition, from 0."""
 
-    prompt: BenchPrompt
+    prompt: Prompt
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     index: int = 0
@@ -78,7 +78,7 @@ class Trial:
 
 
 def tasks_of(
-    prompts: Sequence[BenchPrompt], encode: Callable[[BenchPrompt], list[int]], sampling: Sampling, repeat: int
+    prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]], sampling: Sampling, repeat: int
 ) -> list[Task]:
     """Tasks for all prompts, `repeat` times over, so that load on the machine affects all domains alike."""
     encoded = [tuple(encode(prompt)) for prompt in prompts]

@@ -91,11 +91,8 @@ class Sweep:
     def best(self, domain: str | None = None) -> Choice | None:
         """The fastest fixed setting, plain decoding among them; None where no rate is known."""
         fixed = [choice for choice in self.choices if choice.is_fixed or choice == PLAIN]
-        return max(
-            (choice for choice in fixed if self.speedup(choice, domain)),
-            key=lambda choice: self.speedup(choice, domain) or 0.0,
-            default=None,
-        )
+        best = max(fixed, key=lambda choice: self.speedup(choice, domain) or 0.0)
+        return best if self.speedup(best, domain) else None
 
     @property
     def drafted(self) -> Side:

@@ -214,12 +214,6 @@ def properties_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def required_of(parameters: Mapping[str, Any]) -> list[Any]:
-    """The names of the arguments that a call must have."""
-    found = parameters.get("required")
-    return found if isinstance(found, list) else []
-
-
 def kinds_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     """The types that a schema names, through references into `root` and choices."""
     if not isinstance(schema, Mapping) or depth > _MOST_STEPS:

@@ -77,16 +77,12 @@ def control_text(vocabulary: Vocabulary, token_id: int, names: Collection[str]) 
 
 ANSWER_HEADER = f"{CHANNEL}final{MESSAGE}"
 CALL_OPENING = f"{CHANNEL}commentary to=functions."
+CALL_HEADER = f"{CALL_OPENING}{{name}} <|constrain|>json{MESSAGE}"  # what a call begins with, up to its JSON
 _LAST = (CALL, "<|return|>")  # end the answer, and so are marks only where nothing follows
 _HEADERS = (START, CHANNEL, "to=")
 _LONGEST_HEADER = 200
 _RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]{1,64})")
 _PART = "\n\n"  # between two parts of the same kind
-
-
-def call_header(name: str) -> str:
-    """What a call of the function `name` begins with, up to its JSON."""
-    return f"{CALL_OPENING}{name} <|constrain|>json{MESSAGE}"
 
 
 class ChannelSplitter:
@@ -143,7 +139,7 @@ class ChannelSplitter:
             self._place = "reasoning" if "analysis" in header else "answer"
             return True, "", ""
         self._place, self.is_answering = "call", True
-        return True, "", call_header(recipient[1])
+        return True, "", CALL_HEADER.replace("{name}", recipient[1])
 
     def _part(self) -> tuple[bool, str, str]:
         """(whether it has ended, so that a header follows, reasoning, answer)."""

@@ -62,7 +62,6 @@ class ReasoningSplitter:
     def __init__(self, marks: Marks, parser: ToolParser | None = None, *, is_open: bool = False) -> None:
         self._marks, self._parser, self._is_open = marks, parser, is_open
         self._held = ""
-        self._num_without_calls = 0  # letters of what is held, where no calls begin
         self._place: Literal["before", "inside", "behind", "answer"] = "before"
         self._has_text = False  # whether the reasoning has begun with more than blanks
 
@@ -120,16 +119,14 @@ class ReasoningSplitter:
         certain = min(len(self._held) - begun(self._held, *marks), self._end_before_calls())
         passed = len(self._held[:certain].rstrip())
         found, self._held = self._held[:passed], self._held[passed:]
-        self._num_without_calls = max(0, self._num_without_calls - passed)
         self._has_text = self._has_text or bool(found)
         return found
 
     def _end_before_calls(self, *, is_end: bool = False, is_cut: bool = False) -> int:
         """Where calls begin in what is held, with nothing else behind them; its length if there are none."""
-        while self._parser is not None:
-            found = self._parser.form.opening.search(self._held, self._num_without_calls)
-            if found is None:
-                break
+        if self._parser is None:
+            return len(self._held)
+        for found in self._parser.form.opening.finditer(self._held):
             parser = ToolParser(self._parser.form, self._parser.tools)
             shown, calls = parser.push(self._held[found.start() :])
             if is_end and not shown and not parser.is_over:
@@ -137,7 +134,6 @@ class ReasoningSplitter:
                 calls += more
             if not shown and not parser.is_over and (calls or not is_end):
                 return found.start()
-            self._num_without_calls = found.end()
         return len(self._held)
 
 

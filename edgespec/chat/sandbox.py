@@ -20,10 +20,10 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from edgespec.chat.messages import in_parts, other_forms
+from edgespec.chat.template import FIX
 from edgespec.errors import CapabilityError, EdgespecError, PromptError
 
 MAX_PROMPT_CHARACTERS = 16_000_000
-FIX = "give another with --chat-template-file, or use --no-chat-template"
 
 
 class _Generation(jinja2.ext.Extension):

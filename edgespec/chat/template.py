@@ -32,7 +32,7 @@ _MOST_CHARACTERS = 1 << 20  # published templates have a few ten thousand
 CHILDREN = Containment("edgespec.chat.sandbox", most=2, limit_s=2.0)
 _TOO_DEEP = "the messages or tools are nested too deeply"
 _THINKING = re.compile(r"\.thinking\b|\[.thinking.\]")
-_FIX = "give another with --chat-template-file, or use --no-chat-template"
+FIX = "give another with --chat-template-file, or use --no-chat-template"
 
 
 def begun_answer(message: Message) -> str:
@@ -72,7 +72,7 @@ def render_chat(
     try:
         return CHILDREN.run(_in_child, source, {**given, **arguments})
     except Overrun as exc:
-        raise CapabilityError(f"the model's chat template cannot be used: {exc}; {_FIX}") from exc
+        raise CapabilityError(f"the model's chat template cannot be used: {exc}; {FIX}") from exc
     except RecursionError as exc:
         raise PromptError(_TOO_DEEP) from exc
     except (TypeError, AttributeError, PicklingError) as exc:  # no JSON, and nothing else that a process can be sent

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from edgespec.chat.arguments import written_value
-from edgespec.chat.marks import ANSWER_HEADER, CALL, CALL_OPENING, CHANNEL, CHANNELS, MESSAGE
+from edgespec.chat.marks import ANSWER_HEADER, CALL, CALL_HEADER, CALL_OPENING, CHANNEL, CHANNELS, MESSAGE
 from edgespec.errors import PromptError
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"  # around calls of several forms
@@ -178,11 +178,6 @@ _PHI_TOOLS, _PHI_OPEN, _PHI_CLOSE = ("<|tool|>", "<|/tool|>"), "<|tool_call|>", 
 _DEEPSEEK_PARTS = ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
 _BEGIN, _ONE, _SEP, _ONE_END, _END = (f"<\uff5ctool▁{part}\uff5c>" for part in _DEEPSEEK_PARTS)
 
-_PHI = _objects("phi", _PHI_TOOLS, _PHI_OPEN, _PHI_CLOSE)
-_MISTRAL_NAMED = Form(
-    "mistral_named", (_MISTRAL, _ARGS), f"{_MISTRAL}{{name}}{_ARGS}", "", (_MISTRAL,),
-    heads=("{name} [ARGS]", "{name} [CALL_ID] {id} [ARGS]", "{name}"),
-)  # fmt: skip
 _LLAMA_FORM = Form(
     "llama", ("ipython",), _OBJECT.replace("arguments", "parameters"), "}", (_LLAMA,), takes_several=False, bare="any"
 )
@@ -190,7 +185,7 @@ _LLAMA_FORM = Form(
 # The first of which a template holds all marks is its form; the plain ones only where no mark of an unknown one is.
 FORMS = (
     Form(
-        "channels", (CHANNEL, MESSAGE, "functions."), f"{CALL_OPENING}{{name}} <|constrain|>json{MESSAGE}", "",
+        "channels", (CHANNEL, MESSAGE, "functions."), CALL_HEADER, "",
         (CALL_OPENING,), (CALL,), (f"{{name}} <|constrain|> json {MESSAGE}", f"{{name}} {MESSAGE}"),
         takes_several=False, before_answer=ANSWER_HEADER, other_marks=CHANNELS.names,
     ),
@@ -217,9 +212,12 @@ FORMS = (
 )  # fmt: skip
 PLAIN_FORMS = (
     Form("hermes", (OPEN,), f"{OPEN}\n{_OBJECT}", f"}}\n{CLOSE}", (OPEN,), (CLOSE,), between="\n", bare="known"),
-    _MISTRAL_NAMED,
+    Form(
+        "mistral_named", (_MISTRAL, _ARGS), f"{_MISTRAL}{{name}}{_ARGS}", "", (_MISTRAL,),
+        heads=("{name} [ARGS]", "{name} [CALL_ID] {id} [ARGS]", "{name}"),
+    ),
     _objects("mistral", (_MISTRAL,), _MISTRAL, ""),
-    _PHI,
+    _objects("phi", _PHI_TOOLS, _PHI_OPEN, _PHI_CLOSE),
     _LLAMA_FORM,
     replace(_LLAMA_FORM, told_by=(_LLAMA,)),
 )  # fmt: skip

@@ -15,16 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from edgespec.chat.arguments import (
-    ValueReader,
-    as_json,
-    as_typed,
-    behind_blanks,
-    dumped,
-    loaded,
-    properties_of,
-    required_of,
-)
+from edgespec.chat.arguments import ValueReader, as_json, as_typed, behind_blanks, dumped, loaded, properties_of
 from edgespec.chat.marks import begun
 
 if TYPE_CHECKING:
@@ -73,9 +64,8 @@ class ToolParser:
 
     def __init__(self, form: Form, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         functions = [tool.get("function") or {} for tool in tools]
-        self.form, self.marks = form, form.marks
+        self.form, self.tools = form, tools
         self.is_over = False
-        self.tools = tools
         self._parameters = {str(each.get("name")): each.get("parameters") or {} for each in functions}
         self._held = ""
         self._searched = 0  # of what is held, for closing marks
@@ -234,7 +224,9 @@ class ToolParser:
                 raise ValueError("no end of a value")
             members[dumped(key)] = as_typed(self._value(text[begin:end]), key, parameters)
         behind = self.form.skipped(text, at)
-        is_whole = bool(members) and all(dumped(key) in members for key in required_of(parameters))
+        required = parameters.get("required")
+        names = required if isinstance(required, list) else []
+        is_whole = bool(members) and all(dumped(name) in members for name in names)
         is_closed = bool(text[at:behind].strip()) or (is_end and is_whole)
         may_go_on = self.form.argument_read[1].match(text, at) is not None
         if (behind == len(text) or may_go_on) and not is_closed:
@@ -311,17 +303,8 @@ class ToolParser:
         arguments = next((members[key] for key in _ARGUMENTS if key in members), otherwise)
         if not name.startswith('"') or arguments is None:
             return None
-        arguments = _text_of(arguments)
+        if arguments.startswith('"'):  # some models write them as a text
+            arguments = as_json(loaded(arguments))
         if arguments and not arguments.startswith("{"):
             raise ValueError("no object")
         return ToolCall(loaded(name), arguments)
-
-
-def _text_of(arguments: str) -> str:
-    """JSON of arguments, which some models write as a text."""
-    if not arguments.startswith('"'):
-        return arguments
-    try:
-        return as_json(loaded(arguments))
-    except ValueError:
-        raise ValueError("no object") from None

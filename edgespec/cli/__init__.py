@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgespec.errors import EdgespecError, ModelFileError
+from edgespec.installation import quoted
 from edgespec.platform.files import expanded
 
 if TYPE_CHECKING:
@@ -87,7 +88,6 @@ def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) 
 
 def run_command(name: str, target: ModelFile | None) -> str:
     """`name`: how the user names the model of the file `target`; without a file it is taken for one that chats."""
-    from edgespec.installation import quoted
     from edgespec.loading.opening import has_chat_template
 
     try:
@@ -99,6 +99,4 @@ def run_command(name: str, target: ModelFile | None) -> str:
 
 def continue_command(name: str) -> str:
     """The command that continues a text without a chat template."""
-    from edgespec.installation import quoted
-
     return f"edgespec run {quoted(name)} --no-chat-template -p {quoted('Once upon a time')}"

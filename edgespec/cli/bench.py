@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from edgespec.bench.prompts import BenchPrompt, built_in, choose, random_text, read_prompts
+from edgespec.bench.prompts import built_in, choose, encode, random_text, read_prompts
 from edgespec.bench.report import Report, Side, Summary, check_picture, describe, picture, report_of, shown, table_lines
 from edgespec.bench.runner import Divergence, Task, Trial, first_divergence, run_trials, tasks_of
 from edgespec.bench.sweep import PLAIN, Sweep, costs_of, explain_json, explain_lines, sweep_json, sweep_lines
@@ -72,20 +72,16 @@ def command(
         if prompts is None:
             domains |= random_text(session.model.target.vocabulary, session.seed)
         most = session.model.context_length - (session.options.max_tokens or 0)
-        encode = partial(_encode, session)
+        encoded = partial(encode, session.model, session.shown.chat_template)
         chosen, too_long = choose(
-            domains, lambda prompt: len(encode(prompt)) <= most, one_each=sweep and prompts is None
+            domains, lambda prompt: len(encoded(prompt)) <= most, one_each=sweep and prompts is None
         )
         if too_long:
             note(f"left out: {too_long} prompts, too long for the context with a full answer")
-        tasks = tasks_of(chosen, encode, session.sampling, repeat or (SWEEP_REPEAT if sweep else DEFAULT_REPEAT))
+        tasks = tasks_of(chosen, encoded, session.sampling, repeat or (SWEEP_REPEAT if sweep else DEFAULT_REPEAT))
         if sweep:
             return _sweep(session, tasks, explain, as_json)
         return _bench(session, tasks, explain, as_json, plot)
-
-
-def _encode(session: Session, prompt: BenchPrompt) -> list[int]:
-    return prompt.encode(session.model, chat_template=session.shown.chat_template)
 
 
 def _bench(session: Session, tasks: list[Task], explain: bool, as_json: bool, plot: Path | None) -> int:
@@ -174,10 +170,10 @@ def verify(model_name: str | None, config_file: Path | None, as_json: bool, **gi
         settings = settings.below({"reproducible": True}, "what verify checks")
     session = open_measured(settings, "verify", {"draft_length": DRAFT_LENGTH, "max_tokens": VERIFIED_TOKENS})
     with session.model as model:
-        prompts = [BenchPrompt(*each) for each in PROMPTS]
         # greedily, and with the sampling asked for where that is another
         heats = [replace(session.sampling, temperature=heat) for heat in sorted({0.0, session.sampling.temperature})]
-        tasks = [task for heat in heats for task in tasks_of(prompts, partial(_encode, session), heat, 1)]
+        encoded = partial(encode, model, session.shown.chat_template)
+        tasks = [task for heat in heats for task in tasks_of(PROMPTS, encoded, heat, 1)]
         compared: Compared = []
         for trial in run_trials(model, session.options, tasks, compares=True):
             found = first_divergence(trial.standard, trial.speculative, exact=model.reproducible)

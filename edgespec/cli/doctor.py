@@ -21,7 +21,7 @@ from edgespec.contained import Child, ChildEnded
 from edgespec.engines.onnx import library as onnxruntime
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.manifest import read_pair
-from edgespec.installation import build_command, has_engine, install_command, reinstall_command, swap_command
+from edgespec.installation import build_command, has_engine, install_command, reinstall_command
 from edgespec.kernels import library as kernels
 from edgespec.kernels.interface import path as instructions
 from edgespec.loading.registry import registered_folders
@@ -62,7 +62,7 @@ def examine() -> dict[str, Any]:
     if _is_installed("onnxruntime") and _is_installed("onnxruntime-gpu"):
         problems.append(
             "onnxruntime and onnxruntime-gpu overwrite each other's files: keep one. For the GPU: "
-            f"{swap_command('onnxruntime', 'onnxruntime-gpu')}"
+            f"{install_command('gpu')}"
         )
     path = kernels.library_path()
     return {

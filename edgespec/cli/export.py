@@ -160,8 +160,7 @@ def check_lines(figures: Mapping[str, Any]) -> Iterator[str]:
 class _Stages:
     """Shows what is being done, how far it is, and what is done."""
 
-    def note(self, text: str) -> None:
-        note(text)
+    note = staticmethod(note)
 
     @contextmanager
     def stage(self, title: str) -> Iterator[Progress]:

@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,8 +20,10 @@ from typing import Any, NoReturn
 import click
 
 from edgespec import __version__
-from edgespec.cli import as_typed, has_escapes, help_all_option, printable, shows_all
+from edgespec.cli import as_typed, has_escapes, help_all_option, shows_all
+from edgespec.cli.terminal import complain, note, report_progress, set_verbosity, verbosity
 from edgespec.errors import CapabilityError, EdgespecError, UsageError, VocabularyMismatch, spoken_on_the_command_line
+from edgespec.installation import cause_of, has_memory_limit
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 # Modules are imported when their command runs: `edgespec --help` must not pay for numpy, jinja2 or an engine.
@@ -71,8 +74,6 @@ class CommandGroup(click.Group):
         cmd_name = ALIASES.get(cmd_name, cmd_name)
         if cmd_name not in COMMANDS:
             return None
-        from edgespec.installation import has_memory_limit
-
         if has_memory_limit():  # numpy's OpenBLAS needs 32 MiB for each of its threads, or ends the process
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         home = _HOMES.get(cmd_name)
@@ -142,8 +143,6 @@ class CommandGroup(click.Group):
         except MemoryError:  # nothing may be imported here
             code = _report(_NO_MEMORY, FAILED)
         except Exception as exc:
-            from edgespec.installation import cause_of, has_memory_limit
-
             if not (_is_for_want_of_memory(exc) and has_memory_limit()):
                 raise
             needs = "a library needs more memory than this process may have"
@@ -163,8 +162,6 @@ class _Notes(logging.Handler):
     """Shows what the library logs: warnings always, what it is busy with while the user waits or with --verbose."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from edgespec.cli.terminal import note, report_progress, verbosity
-
         message = record.getMessage()
         if record.levelno >= logging.WARNING or verbosity() == "verbose":
             note(f"note: {message}")
@@ -184,8 +181,6 @@ class _Notes(logging.Handler):
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Run language models on this machine, faster through speculative decoding."""
-    from edgespec.cli.terminal import set_verbosity
-
     set_verbosity("normal")
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
@@ -226,17 +221,13 @@ def _is_for_want_of_memory(exc: BaseException) -> bool:
     """Whether too little memory explains it: no thread could be started, or importing a module failed in any way."""
     if isinstance(exc, RuntimeError) and "start new thread" in str(exc):
         return True
-    trace = exc.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        trace = trace.tb_next
-    return isinstance(exc, ImportError)
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(exc.__traceback__))
+    return isinstance(exc, ImportError) or any(file.startswith("<frozen importlib") for file in files)
 
 
 def _report(message: str, code: int) -> int:
     with contextlib.suppress(OSError):  # stderr is gone; the exit code remains
-        click.echo(printable(f"error: {' '.join(message.split())}"), err=True)
+        complain(message)
     return code
 
 

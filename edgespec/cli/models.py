@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -321,11 +322,9 @@ def _commands(aim: Aim, target: str, best: Candidate | None) -> list[str]:
 
 def _sentence(each: Candidate, aim: Aim) -> str:
     """Its name, size and place, and how it compares."""
-    path = each.path
-    is_below = path is not None and str(path) == each.name and path.is_relative_to(Path.cwd())
-    name = str(path.relative_to(Path.cwd())) if path is not None and is_below else each.name
+    name = each.name.removeprefix(f"{Path.cwd()}{os.sep}")
     size = f"{each.bytes / 1e6:.0f} MB" if each.bytes else "size not known"
-    said = [f"{name}: {size}", "here" if path else "to pull"]
+    said = [f"{name}: {size}", "here" if each.path else "to pull"]
     if each.why_not:
         return f"{', '.join(said)}; cannot draft: {', '.join(filter(None, (each.vocabulary, each.why_not)))}"
     said += ["with llama.cpp"] if each.leaves_kernels else []

@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem
 
 from edgespec.cli import FilePath, complete_model, help_all_option, shows_all
 from edgespec.cli.terminal import set_verbosity
-from edgespec.config.options import SETTINGS, Sampling
+from edgespec.config.options import SETTINGS
 from edgespec.config.sources import Settings, resolve
 from edgespec.config.table import CALLED, INSTEAD, Part, Setting
 from edgespec.errors import ConfigError
@@ -29,11 +29,14 @@ def settings_options(
     for MODEL, of a command that takes several.
     """
     config: dict[str, Any] = {"type": FilePath(), "metavar": "FILE", "help": "Settings file, TOML"}
+    verbosity: dict[str, Any] = {"is_flag": True, "expose_value": False, "callback": _set_verbosity, "group": "Output"}
     common = (
         help_all_option("All options, every spelling", cls=GroupedOption),
         click.option("--config", "config_file", cls=GroupedOption, **config),
-        verbosity_option("-q", "--quiet", help="Show the result and errors only"),
-        verbosity_option("-v", "--verbose", help="Show notes on what is measured and chosen"),
+        click.option("-q", "--quiet", cls=GroupedOption, help="Show the result and errors only", **verbosity),
+        click.option(
+            "-v", "--verbose", cls=GroupedOption, help="Show notes on what is measured and chosen", **verbosity
+        ),
     )
 
     def decorate(function: Function) -> Function:
@@ -46,16 +49,9 @@ def settings_options(
     return decorate
 
 
-def verbosity_option(*flags: str, help: str) -> Callable[[Function], Function]:
-    """-v or -q: how much is said beside the result, for as long as this command runs."""
-
-    def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-        if value:
-            set_verbosity("verbose" if param.name == "verbose" else "quiet")
-
-    return click.option(
-        *flags, cls=GroupedOption, group="Output", is_flag=True, expose_value=False, callback=remember, help=help
-    )
+def _set_verbosity(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        set_verbosity("verbose" if param.name == "verbose" else "quiet")
 
 
 def _option(setting: Setting, *, hidden: bool) -> Callable[[Function], Function]:
@@ -73,7 +69,7 @@ def _option(setting: Setting, *, hidden: bool) -> Callable[[Function], Function]
         flags[-1] += f"/--no-{setting.key}"
     else:
         kwargs |= {"type": str, "callback": read, "shell_complete": complete}
-    return click.option(setting.name, *flags, cls=SettingOption, setting=setting, **kwargs)
+    return click.option(setting.name, *flags, cls=GroupedOption, group=setting.group, setting=setting, **kwargs)
 
 
 def resolve_settings(given: Mapping[str, Any], model_name: str | None, config_file: Path | None) -> Settings:
@@ -84,11 +80,6 @@ def resolve_settings(given: Mapping[str, Any], model_name: str | None, config_fi
             raise ConfigError(f"two models are given, {model_name!r} and --model {flags['model']!r}: keep one")
         flags["model"] = model_name
     return resolve(flags, config_file=config_file)
-
-
-def sampling_of(settings: Settings) -> Sampling:
-    """The sampling settings, with a fresh seed where none or -1 is given."""
-    return Sampling(**settings.part("sampling")).seeded()
 
 
 # -- --help: options by group, the common ones first; all of them with --help-all
@@ -107,24 +98,20 @@ def show(value: Any) -> str:
 
 
 class GroupedOption(click.Option):
-    """An option with its section of --help; `is_basic`: listed without --help-all too."""
+    """An option with its section of --help; `setting`: what it sets."""
 
     def __init__(
-        self, declarations: Sequence[str], *, group: str = OTHER, is_basic: bool = True, **attributes: Any
+        self, declarations: Sequence[str], *, group: str = OTHER, setting: Setting | None = None, **attributes: Any
     ) -> None:
         super().__init__(declarations, **attributes)
-        self.group, self.is_basic = group, is_basic
-
-
-class SettingOption(GroupedOption):
-    def __init__(self, declarations: Sequence[str], *, setting: Setting, **attributes: Any) -> None:
-        super().__init__(declarations, group=setting.group, is_basic=setting.is_basic, **attributes)
-        self.setting = setting
+        self.group, self.setting = group, setting
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        if self.hidden:
-            return None
         setting, is_whole = self.setting, shows_all(ctx)
+        if self.hidden or setting is None:
+            return super().get_help_record(ctx)
+        if not (is_whole or setting.is_basic):
+            return None
         flags = [flag for flag in self.opts if is_whole or flag == f"--{setting.key}" or not flag.startswith("--")]
         value = setting.metavar or "|".join(setting.choices) or _PLACEHOLDERS.get(setting.kind, "TEXT")
         spelled = f"--[no-]{setting.key}" if setting.kind == "switch" else f"{', '.join(flags)} {value}"
@@ -147,11 +134,10 @@ class SettingsCommand(click.Command):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        is_whole = shows_all(ctx)
         sections: dict[str, list[tuple[str, str]]] = {name: [] for name in _SECTIONS}
         for param in self.get_params(ctx):
-            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None  # None of hidden ones, too
-            if record is not None and (is_whole or getattr(param, "is_basic", True)):
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if record is not None:  # neither hidden nor for --help-all
                 sections[OTHER if "--help" in param.opts else getattr(param, "group", OWN)].append(record)
         formatter.write_paragraph()
         for name, section in sections.items():

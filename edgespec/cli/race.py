@@ -25,7 +25,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from edgespec.bench.prompts import BenchPrompt
 from edgespec.bench.report import Report, Summary, check_picture, equality, picture, report_of
 from edgespec.bench.runner import Task, Trial, run_trials
 from edgespec.bench.sweep import costs_of, reasons
@@ -36,7 +35,7 @@ from edgespec.cli.run import encode_prompt, read_prompt
 from edgespec.cli.session import Session, open_measured
 from edgespec.cli.terminal import note, stops
 from edgespec.config.options import PRINTING, REMEMBERING, STRUCTURE
-from edgespec.loading.drafts import PROMPTS
+from edgespec.loading.drafts import PROMPTS, Prompt
 from edgespec.reports import TokenEvent
 
 DEFAULT_TOKENS = 128
@@ -66,7 +65,7 @@ def command(
     text = PROMPTS[0].text if prompt is None else read_prompt(prompt)
     session = open_measured(settings, "race", {"max_tokens": DEFAULT_TOKENS})
     with session.model as model:
-        task = Task(BenchPrompt("race", text), tuple(encode_prompt(session, text)), session.sampling)
+        task = Task(Prompt("race", text), tuple(encode_prompt(session, text)), session.sampling)
         model.stream(task.prompt_ids, session.sampling, session.options)  # checks the prompt; nothing runs
         return _race(session, task, path)
 

@@ -13,8 +13,8 @@ from edgespec.chat.reasoning import Reasoning, before_structure
 from edgespec.chat.template import answer_prefix, read_template
 from edgespec.cli import continue_command
 from edgespec.cli.answer import AnswerPrinter
-from edgespec.cli.options import sampling_of
 from edgespec.cli.terminal import counted, detail, note, reply, runner, verbosity, waiting
+from edgespec.closing import closed_on_failure
 from edgespec.config.options import RANDOM_SEED, REMEMBERING, GenerateOptions, LoadOptions, Sampling, SessionOptions
 from edgespec.config.sources import Settings
 from edgespec.config.values import LOSSY, NumSequences
@@ -40,7 +40,7 @@ class Session:
 
     @property
     def sampling(self) -> Sampling:
-        return sampling_of(self.settings)
+        return Sampling(**self.settings.part("sampling"))
 
     @property
     def options(self) -> GenerateOptions:
@@ -52,7 +52,7 @@ class Session:
 
     @property
     def seed(self) -> int:
-        """The seed of the next answer; `open_session` chose one where none was given."""
+        """The seed of the next answer; `completed` chose one where none was given."""
         return int(self.settings.values["seed"])
 
     def use(self, settings: Settings) -> None:
@@ -142,10 +142,10 @@ class Session:
                 reply(line)
 
 
-def completed(settings: Settings, model: Model, seed: int | None) -> Settings:
-    """`settings` with what the model recommends, and with a `seed` where none is given."""
+def completed(settings: Settings, model: Model) -> Settings:
+    """`settings` with what the model recommends, and with a seed where none is given."""
     settings = settings.below(model.pair.recommended, f"recommended for {model.pair.name}")
-    return settings.below({"seed": seed}, "chosen at random")
+    return settings.below({"seed": Sampling().seeded().seed}, "chosen at random")
 
 
 def open_session(settings: Settings, *, remembers: bool = False, parallel: NumSequences = 1) -> Session:
@@ -157,19 +157,16 @@ def open_session(settings: Settings, *, remembers: bool = False, parallel: NumSe
     """
     if not remembers:
         settings = settings.without(REMEMBERING)
-    seed = sampling_of(settings).seed
     if settings.values.get("seed") == RANDOM_SEED:  # one for all answers, which is told
         settings = settings.without(("seed",))
+    Sampling(**settings.part("sampling"))
     GenerateOptions(**settings.part("generate"))
     SessionOptions(**settings.part("session"))
     with waiting(f"loading {settings.values.get('model', 'demo')}"):
         model = load(**settings.part("load"), parallel=parallel)
-    session = Session(model, completed(settings, model, seed))
-    try:
+    with closed_on_failure(model):
+        session = Session(model, completed(settings, model))
         session.require_switch()
-    except ConfigError:
-        model.close()
-        raise
     return session
 
 
@@ -354,7 +351,7 @@ class SavedChat:
             pass  # a missing folder is made with the first answer
         self._path = path
         self._state_path = path.with_name(path.name + STATE_SUFFIX)
-        self._conversation = Conversation.load(path) if path.exists() else None
+        self._conversation = Conversation.load(path) if exists(path) else None
         self._stamp = self._found_stamp()
         self._is_changed = False
 
@@ -392,10 +389,7 @@ class SavedChat:
 
     def _found_stamp(self) -> tuple[int, int, int] | None:
         """What tells whether the file is still the one that was read or written here; None where there is none."""
-        try:
-            found = self._path.stat()
-        except FileNotFoundError:
+        if not exists(self._path):
             return None
-        except OSError as exc:
-            raise StateError(f"the conversation {self._path} cannot be read: {exc.strerror}") from exc
+        found = self._path.stat()
         return found.st_ino, found.st_size, found.st_mtime_ns

@@ -12,7 +12,7 @@ from edgespec.cli.models import card
 from edgespec.cli.options import show
 from edgespec.cli.session import HERE, Chat, completed, open_session, require_chat_template, show_beginning, stats_lines
 from edgespec.cli.terminal import counted, reply
-from edgespec.config.options import BY_KEY, OF_ONE_MODEL, RANDOM_SEED, SETTINGS, fresh_seed
+from edgespec.config.options import BY_KEY, OF_ONE_MODEL, RANDOM_SEED, SETTINGS
 from edgespec.config.sources import Settings, find
 from edgespec.config.table import CALLED, Setting, did_you_mean
 from edgespec.config.values import aligned
@@ -146,7 +146,7 @@ def _load_again(chat: Chat, settings: Settings) -> None:
 def _unset(chat: Chat, argument: str) -> None:
     setting = find(argument, "/unset")
     rest = chat.session.settings.without((setting.name,))
-    _use(chat, setting, completed(rest, chat.session.model, fresh_seed()))
+    _use(chat, setting, completed(rest, chat.session.model))
 
 
 def _use(chat: Chat, setting: Setting, settings: Settings) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypedDict
 
 from edgespec.config.table import Section, check_values, settings_of
 from edgespec.config.values import (
+    CPU,
     MAX_COUNT,
     MAX_DRAFT_LENGTH,
     CacheType,
@@ -37,7 +38,6 @@ from edgespec.config.values import (
     as_texts,
     budget_bytes,
     device_names,
-    experts_on_cpu,
     number,
     parse_endpoints,
     refuses_unknown,
@@ -268,7 +268,9 @@ class LoadOptions:
     def target_overrides(self) -> TensorOverrides:
         """Devices for tensors of the target that do not lie with their layers."""
         named = () if self.override_tensor is None else tensor_overrides(self.override_tensor)
-        return (*named, *experts_on_cpu(self.cpu_moe_layers or 0))
+        numbers = "|".join(map(str, range(self.cpu_moe_layers or 0)))
+        experts = ((rf"blk\.({numbers})\.ffn_(up|down|gate|gate_up)_(ch|)exps", CPU),) if numbers else ()
+        return (*named, *experts)
 
     @property
     def draft_model_gpu_layers(self) -> int:

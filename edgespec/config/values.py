@@ -198,17 +198,6 @@ def tensor_overrides(text: object) -> TensorOverrides:
     raise ConfigError(f"override-tensor {shown(text)} does not say which tensors go where: {form}")
 
 
-def experts_on_cpu(layers: int) -> TensorOverrides:
-    """The experts of the first `layers` on the processor."""
-    numbers = "|".join(map(str, range(layers)))
-    return ((rf"blk\.({numbers})\.ffn_(up|down|gate|gate_up)_(ch|)exps", CPU),) if layers else ()
-
-
-def device_of(tensor: str, overrides: TensorOverrides) -> str:
-    """The device that `overrides` put a tensor on; empty: that of its layer."""
-    return next((device for pattern, device in overrides if re.search(pattern, tensor)), "")
-
-
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
 _UNITS |= {f"{letter}{rest}": 1024**power for power, letter in enumerate("kmgt", 1) for rest in ("", "ib")}
@@ -267,9 +256,3 @@ def parse_endpoints(text: object) -> tuple[str, ...]:
             f"at most {MAX_SERVERS}, each once; llama.cpp reaches them over IPv4 only"
         )
     return found
-
-
-def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """A checked endpoint as (host, port)."""
-    host, _, port = endpoint.rpartition(":")
-    return host, int(port)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import logging
 import os
 import time
@@ -26,7 +25,6 @@ from numpy.typing import NDArray
 
 from edgespec.corpus.index import BYTES_PER_TOKEN, END_OF_TEXT, SuffixIndex, joined, sorted_places
 from edgespec.errors import ConfigError, StateError
-from edgespec.formats.head_file import UNREADABLE_NPZ
 from edgespec.platform.files import exists, is_file, is_folder, user_folder, write_atomically
 from edgespec.types import TokenIds
 from edgespec.vocabulary import Vocabulary
@@ -75,7 +73,7 @@ def read_arrays(path: Path, *names: str) -> list[NDArray[Any]]:
             return [np.lib.format.read_array(io.BytesIO(stored.read(f"{name}.npy"))) for name in names]
     except PermissionError as exc:
         raise StateError(f"{path} cannot be used: {exc.strerror}. Make its folder readable") from exc
-    except UNREADABLE_NPZ as exc:
+    except Exception as exc:  # numpy, zipfile and its decompressors raise nearly everything of damaged bytes
         raise DamagedError(path, str(exc)) from exc
 
 
@@ -228,7 +226,7 @@ class Corpus:
     def _write(self, parts: dict[CorpusText, TokenIds]) -> None:
         texts = sorted(parts)
         ids = np.concatenate([parts[text] for text in texts])
-        about = np.frombuffer(json.dumps(texts).encode(), np.uint8)
+        about = np.frombuffer(msgspec.json.encode(texts), np.uint8)
         write_arrays(self.path, about=about, ids=ids, order=sorted_places(ids))
 
 

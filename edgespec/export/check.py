@@ -195,17 +195,10 @@ def has_transformers() -> bool:
 
 
 def reference_of(folder: Path, threads: int | None = None) -> Reference:
-    """Run transformers in float32 on the probe texts.
+    """Run transformers in float32 on the probe texts. Raises ModelFileError if it cannot load the folder."""
+    import torch
+    import transformers
 
-    Raises CapabilityError if a package is missing, ModelFileError if transformers cannot load the folder.
-    """
-    try:
-        import torch
-        import transformers
-    except ModuleNotFoundError as error:
-        raise CapabilityError(
-            f"this export needs {error.name}: {install_command('export')}, or see --no-check"
-        ) from error
     transformers.utils.logging.set_verbosity_error()  # messages and bars of its own would break our progress display
     transformers.utils.logging.disable_progress_bar()
     if threads is not None:

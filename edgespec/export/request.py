@@ -54,12 +54,13 @@ class ExportRequest:
         if self.draft_quants and self.draft is None:
             what = "heads go into the pair as they are" if self.heads else "there is no draft"
             raise ConfigError(f"--draft-quant has nothing to quantise: {what}")
-        if "onnx" not in self.quants and self.exporter == "optimum":
-            raise ConfigError("--exporter is for ONNX: give --to onnx or --to both")
         if self.exporter == "optimum":
-            for role in self.roles:
-                if (quant := self.quant_of(role, "onnx")) not in OPTIMUM_QUANTS:
-                    raise ConfigError(f"--exporter optimum does not write {quant}; allowed: {listed(OPTIMUM_QUANTS)}")
+            if "onnx" not in self.quants:
+                raise ConfigError("--exporter is for ONNX: give --to onnx or --to both")
+            for quant in (self.quant_of(role, "onnx") for role in self.roles):
+                if quant not in OPTIMUM_QUANTS:
+                    allowed = ", ".join(OPTIMUM_QUANTS)
+                    raise ConfigError(f"--exporter optimum does not write {quant}; allowed: {allowed}")
         if self.is_gguf:
             self._check_gguf()
 
@@ -111,36 +112,26 @@ def parse_quants(flag: str, given: Sequence[str], formats: Sequence[Format]) -> 
     value for a format, CapabilityError without the package gguf. A name that both formats have is GGUF's, a second one
     then ONNX's.
     """
-    known: dict[Format, tuple[str, ...]] = {"onnx": ONNX_QUANTS} if "onnx" in formats else {}
+    known: dict[str, tuple[str, ...]] = {"onnx": ONNX_QUANTS}
     if "gguf" in formats:
         from edgespec.export.gguf.convert import GGUF_QUANTS
 
-        known = {"gguf": GGUF_QUANTS, **known}
+        known["gguf"] = GGUF_QUANTS
     chosen: dict[Format, str] = {}
     for text in given:
-        prefix, separator, name = text.rpartition("=")
-        name = name.lower()
-        owners = [f for f in formats if name in known[f] and (not separator or f == prefix)]
+        prefix, separator, name = text.lower().rpartition("=")
+        if separator and prefix not in formats:
+            raise ConfigError(f"{flag} {text!r}: {prefix!r} is not exported; allowed: {', '.join(formats)}")
+        among = [wanted for wanted in formats if not separator or wanted == prefix]
+        owners = [wanted for wanted in among if name in known[wanted]]
         if not owners:
-            raise _unknown_quant(flag, text, prefix, name, known)
-        owner = next((f for f in owners if f not in chosen), owners[0])
+            names = [each for wanted in among for each in known[wanted]]
+            raise ConfigError(
+                f"{flag} {text!r} is not a type of {' or '.join(among)}{did_you_mean(name, names)}; allowed: "
+                f"{', '.join(names)}"
+            )
+        owner = next((each for each in owners if each not in chosen), owners[0])
         if owner in chosen:
             raise ConfigError(f"{flag} names {owner} twice, {chosen[owner]} and {name}: keep one")
         chosen[owner] = name
     return chosen
-
-
-def _unknown_quant(
-    flag: str, text: str, prefix: str, name: str, known: Mapping[Format, tuple[str, ...]]
-) -> ConfigError:
-    if prefix and prefix not in known:
-        return ConfigError(f"{flag} {text!r}: {prefix!r} is not exported; allowed: {listed(tuple(known))}")
-    names = known[prefix] if prefix in known else tuple(name for names in known.values() for name in names)  # type: ignore[index]
-    hint = did_you_mean(name, names)
-    return ConfigError(
-        f"{flag} {text!r} is not a type of {prefix or ' or '.join(known)}{hint}; allowed: {listed(names)}"
-    )
-
-
-def listed(values: Sequence[object]) -> str:
-    return ", ".join(map(str, values))

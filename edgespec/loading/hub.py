@@ -18,7 +18,7 @@ from typing import Any
 from edgespec.errors import DownloadError, ModelFileError, ModelNotFound, StateError
 from edgespec.formats.gguf.check import SPLIT_NAME
 
-REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")  # 96 letters each, as the hub allows
 DISK_FIX = "free some space, or set EDGESPEC_MODELS to a folder on another disk"
 _TOKEN = "set HF_TOKEN to a token that may read it"
 
@@ -70,10 +70,6 @@ def describe(repo: str, revision: str) -> HubRepo:
         files[each.rfilename] = HubFile(each.rfilename, int(lfs.get("size") or each.size or 0), lfs.get("sha256"))
     card = info.card_data.to_dict() if info.card_data else {}
     return HubRepo(repo, str(info.sha), files, str(card.get("license_name") or card.get("license") or ""))
-
-
-def address(repo: HubRepo, path: str) -> str:
-    return str(library().hf_hub_url(repo.repo, path, revision=repo.commit, endpoint=endpoint()))
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from edgespec.chat.tool_forms import call_form
 from edgespec.formats.gguf.check import pooling_of
 from edgespec.formats.gguf.header import GgufHeader, TensorInfo, read_header
 from edgespec.formats.manifest import ModelPair
-from edgespec.platform.disk_cache import file_key
-from edgespec.platform.files import is_file
 from edgespec.vocabulary import FimTokens
 
 # https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h: llama_ftype
@@ -61,28 +58,23 @@ class ModelFacts:
     @staticmethod
     def read(pair: ModelPair) -> ModelFacts:
         """Of a pair's target. Raises ModelNotFound, ModelFileError, and CapabilityError for a graph without `onnx`."""
-        target, paths = pair.files["target"], pair.paths("target")
-        versions = tuple(file_key(path) for path in paths if is_file(path))
-        found = _of_gguf(paths, versions) if target.is_gguf else _of_graph(paths, versions)
+        target = pair.files["target"]
+        found = _of_gguf(pair.paths("target")) if target.is_gguf else _of_graph(target.path)
         return replace(found, engine=target.engine, digest=target.sha256 or found.digest)
 
 
-@lru_cache(maxsize=16)
-def _of_graph(paths: tuple[Path, ...], versions: tuple[object, ...]) -> ModelFacts:
-    """Facts of an ONNX model; `versions` of its files, as in `file_key`."""
+def _of_graph(path: Path) -> ModelFacts:
     from edgespec.engines.onnx.graph import read_graph
     from edgespec.engines.onnx.settings import ModelConfig
     from edgespec.engines.onnx.source import open_source
     from edgespec.engines.onnx.tokenizer import read_chat_template
 
-    folder = paths[0].parent
-    architecture, size = ModelConfig.read(folder).architecture, read_graph(open_source(paths[0])).weight_bytes
-    return ModelFacts("onnx", architecture, size, read_chat_template(folder) or "")
+    architecture, size = ModelConfig.read(path.parent).architecture, read_graph(open_source(path)).weight_bytes
+    return ModelFacts("onnx", architecture, size, read_chat_template(path.parent) or "")
 
 
-@lru_cache(maxsize=16)
-def _of_gguf(paths: tuple[Path, ...], versions: tuple[object, ...]) -> ModelFacts:
-    """The same of a GGUF in one or several files. Its digest is that of its header: hashing all takes minutes."""
+def _of_gguf(paths: Sequence[Path]) -> ModelFacts:
+    """Facts of a GGUF in one or several files. Its digest is that of its header: hashing all takes minutes."""
     headers = [read_header(path) for path in paths]
     first, tensors = headers[0], [tensor for header in headers for tensor in header.tensors]
     with paths[0].open("rb") as file:

@@ -84,8 +84,11 @@ def add(path: Path, name: str = "", draft: Path | None = None) -> str:
         roles = {"target": _described(found)}
         if draft is not None:
             roles["draft"] = _described(model_in(_absolute(draft)))
-        root = _common_folder([each.path for file in roles.values() for each in file.all_files])
-        write_manifest(folder, {"location": str(root)}, roles.items())
+        try:
+            root = os.path.commonpath([each.path.parent for file in roles.values() for each in file.all_files])
+        except ValueError as exc:  # Windows
+            raise ConfigError("the files of one model are on different drives: move them to one") from exc
+        write_manifest(folder, {"location": root}, roles.items())
     return chosen
 
 
@@ -151,13 +154,6 @@ def _described(path: Path) -> ModelFile:
     files = files_of(path)
     Trial({path: False}).require_sound()
     return checksummed(files)
-
-
-def _common_folder(paths: list[Path]) -> Path:
-    drives = sorted({path.drive for path in paths})
-    if len(drives) > 1:
-        raise ConfigError(f"the files of one model are on different drives ({' and '.join(drives)}): move them to one")
-    return Path(os.path.commonpath([path.parent for path in paths]))
 
 
 _BESIDE_WEIGHTS = 1.1  # weights with caches and buffers, over the weights alone

@@ -18,7 +18,7 @@ from edgespec.installation import has_engine, quoted
 from edgespec.loading import download
 from edgespec.loading.catalogue import Reference, parse
 from edgespec.loading.download import PART, OnBytes
-from edgespec.loading.hub import HubFile, HubRepo, address, choose, describe
+from edgespec.loading.hub import HubFile, HubRepo, choose, describe
 from edgespec.loading.own_models import UNFINISHED, fits, one_writer
 from edgespec.loading.registry import registered_folders
 from edgespec.loading.requirements import runs_on_kernels
@@ -128,7 +128,7 @@ def _fetch_all(parts: list[Part], reference: Reference, folder: Path, on_bytes: 
     roles: dict[str, ModelFile] = {}
     for part in parts:
         pieces = zip(places[part.role], part.files, strict=True)
-        first, *others = [_have(part, path, file, on_bytes) for path, file in pieces]
+        first, *others = [download.fetch(part.repo, path, file, on_bytes) for path, file in pieces]
         model = replace(first, parts=tuple(others))
         try:
             if has_engine(model.engine):
@@ -161,11 +161,3 @@ def _places(part: Part, folder: Path) -> list[Path]:
         if name in ("", ".", "..") or name.startswith(".") or not name.isprintable() or set(name) & set("\\:"):
             raise ModelFileError(f"{part.source}: {name!r} is not a plain file name, so it is not fetched")
     return [inside / name for name in names]
-
-
-def _have(part: Part, path: Path, file: HubFile, on_bytes: OnBytes) -> ModelFile:
-    """`path` with the contents of `file`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if part.repo.is_package:
-        return download.from_package(f"{part.repo.repo}=={part.repo.commit}", path, file, on_bytes)
-    return download.fetch(part.repo.repo, address(part.repo, file.path), path, file, on_bytes)

@@ -28,7 +28,6 @@ from edgespec.loading.hub import NO_MODEL, HubFile, choose, gguf_groups
 from edgespec.platform.files import exists, expanded, is_file, is_folder, resolved, shipped_models, user_folder
 
 logger = logging.getLogger("edgespec")
-_LONGEST_REPO = 193  # owner and name of 96 letters each, as the hub allows
 GRAPH = "model.onnx"
 SUFFIXES = (".gguf", ".onnx")
 
@@ -90,7 +89,7 @@ def _reference(text: str) -> Reference | None:
     """What `text` means to `edgespec pull`; None for a path or an unknown name."""
     base = without_hub(text).partition(":")[0]
     with contextlib.suppress(ModelNotFound):
-        return None if base.endswith(SUFFIXES) or len(base) > _LONGEST_REPO or "://" in text else parse(text)
+        return None if base.endswith(SUFFIXES) or "://" in text else parse(text)
     return None
 
 
@@ -214,7 +213,6 @@ OLLAMA, LM_STUDIO, HUB = "Ollama", "LM Studio", "hub's cache"
 _OWN_HOST, _OWN_NAMESPACE, _USUAL_TAG = "registry.ollama.ai", "library", "latest"
 _WEIGHTS = "application/vnd.ollama.image.model"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_MOST_BYTES = 1 << 20  # of a manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +270,6 @@ def _ollamas() -> Iterator[Elsewhere]:
 def _blob_of(root: Path, manifest: Path) -> Path | None:
     """The weights that a manifest names, if they are a GGUF file on this machine."""
     try:
-        if manifest.stat().st_size > _MOST_BYTES:
-            return None
         layers = json.loads(manifest.read_bytes())["layers"]
         (digest,) = {layer["digest"] for layer in layers if layer["mediaType"] == _WEIGHTS}
         if not _DIGEST.fullmatch(digest):
@@ -320,10 +316,6 @@ def _snapshot(folder: Path) -> Path | None:
 
 
 def _files_in(folder: Path) -> dict[str, HubFile]:
-    found = {}
-    with contextlib.suppress(OSError):
-        for path in sorted(folder.rglob("*.gguf")):
-            if is_file(path):  # a link into the cache may lead nowhere
-                name = path.relative_to(folder).as_posix()
-                found[name] = HubFile(name, path.stat().st_size)
-    return found
+    paths = sorted(filter(is_file, folder.rglob("*.gguf")))  # a link into the cache may lead nowhere
+    files = (HubFile(path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths)
+    return {file.path: file for file in files}

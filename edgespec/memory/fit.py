@@ -66,21 +66,13 @@ class Fitted:
     given_up: tuple[GivenUp, ...] = ()
 
     @property
-    def flags(self) -> str:
-        """What asks for the same on the command line."""
-        return " ".join(each.flags for each in self.given_up)
-
-    @property
     def note(self) -> str:
         """What was given up, and whether the model will be slow, in one line; empty when there is nothing to say."""
         given_up = ", ".join(each.text for each in self.given_up)
         if self.verdict.fit == "pages":
             return f"memory: {f'{given_up}; ' if given_up else ''}{self.verdict}"
-        return f"memory: {given_up}, to stay within {self._limit}" if given_up else ""
-
-    @property
-    def _limit(self) -> str:
-        return f"{as_size(self.verdict.free_bytes)} ({self.verdict.name})"
+        limit = f"{as_size(self.verdict.free_bytes)} ({self.verdict.name})"
+        return f"memory: {given_up}, to stay within {limit}" if given_up else ""
 
 
 def fit(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> Fitted:
@@ -164,7 +156,8 @@ def _refusal(whole: Fitted, tried: Sequence[Fitted], room: Room) -> str:
         needs, remedy = f"about {needed}, the budget is {free}", "or a larger --memory"
     smallest = min(tried, key=lambda each: each.plan.own_bytes)
     least = as_size(smallest.verdict.needed_bytes)
-    said = f"The smallest possible setup ({smallest.flags}) needs {least}: use" if smallest.given_up else "Use"
+    flags = " ".join(each.flags for each in smallest.given_up)
+    said = f"The smallest possible setup ({flags}) needs {least}: use" if flags else "Use"
     return (
         f"{whole.pair.name} needs {needs}. {said} a smaller --ctx-size (auto: the largest that fits) or model, {remedy}"
     )
@@ -211,11 +204,13 @@ def placed(options: LoadOptions, pair: ModelPair, room: DeviceRoom | None = None
 
     Raises CapabilityError for a device that is missing or does not report its memory, and as `planned`.
     """
-    if options.gpu_layers is None and _goes_to_gpu(options, pair):
+    is_llamacpp = pair.files["target"].engine == "llamacpp"
+    is_free = not (options.reproducible or options.rpc or options.device)
+    if options.gpu_layers is None and is_free and is_llamacpp and has_gpu():
         options = replace(options, gpu_layers="auto")
     if options.gpu_layers != "auto":
         return options
-    if pair.files["target"].engine != "llamacpp" or options.target_devices == ():
+    if not is_llamacpp or options.target_devices == ():
         return _with(options, 0, 0)
     if options.rpc is not None:  # llama.cpp splits the layers by the servers' free memory
         return _with(options, -1, 0)
@@ -240,19 +235,10 @@ def placed(options: LoadOptions, pair: ModelPair, room: DeviceRoom | None = None
         own = layers
         setups += [(-1, draft, here) for draft in (-1, 0) for here in range(1, layers + 1)]
     setups += [(count, 0, own) for count in range(layers + 1, -1, -1)]
-    fitting = (
-        (count, draft, here)
-        for count, draft, here in setups
-        if needed(count, 0, here)[0] <= free - (sum(drafts) if draft else 0)
-    )
-    count, draft, here = next(fitting, setups[-1])
+    for count, draft, here in setups:  # the last one where none fits
+        if needed(count, 0, here)[0] <= free - (sum(drafts) if draft else 0):
+            break
     return replace(_with(options, count, draft), cpu_moe_layers=here)
-
-
-def _goes_to_gpu(options: LoadOptions, pair: ModelPair) -> bool:
-    """Whether layers go to the GPU where nobody says how many."""
-    is_free = not (options.reproducible or options.rpc or options.device)
-    return is_free and pair.files["target"].engine == "llamacpp" and has_gpu()
 
 
 def _with(options: LoadOptions, layers: int, draft_layers: int | None) -> LoadOptions:

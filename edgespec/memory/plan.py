@@ -227,10 +227,7 @@ def _table_bytes(options: LoadOptions, context_length: int) -> int:
 
 def head_bytes(path: Path, context_length: int, texts: int) -> tuple[int, int]:
     """Of a heads file, for several `texts` at once of at most `context_length` tokens each; and while it is opened."""
-    from edgespec.engines.head import (
-        BYTES_PER_FEATURE,
-        WINDOW,  # imports numpy
-    )
+    from edgespec.engines.head import BYTES_PER_FEATURE, WINDOW  # imports numpy
     from edgespec.formats.head_file import read_head_manifest
 
     stored = 0

@@ -20,11 +20,6 @@ logger = logging.getLogger(__name__)
 Seconds = Annotated[float, msgspec.Meta(gt=0.0, le=1e4)]  # of a plausible measurement
 
 
-def cache_folder() -> Path:
-    """Where files lie that may be deleted at any time."""
-    return user_folder("cache")
-
-
 def key_of(*parts: object) -> str:
     """A file name made of everything that a result depends on."""
     return hashlib.sha256("\0".join(map(repr, parts)).encode()).hexdigest()[:32]
@@ -42,7 +37,7 @@ def file_key(file: Path) -> FileVersion:
 def get(kind: str, key: str, shape: Any = Any) -> Any:
     """What `put` stored under `kind` and `key`, as the type `shape`; None when it is missing, damaged or another."""
     try:
-        return msgspec.json.decode((cache_folder() / kind / f"{key}.json").read_bytes(), type=shape)
+        return msgspec.json.decode((user_folder("cache") / kind / f"{key}.json").read_bytes(), type=shape)
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -51,7 +46,7 @@ def put(kind: str, key: str, value: Any) -> bool:
     """Keep a value, written whole or not at all; whether it was."""
     try:
         data = msgspec.json.encode(value)
-        write_atomically(cache_folder() / kind / f"{key}.json", data, parents=True, durable=False)
+        write_atomically(user_folder("cache") / kind / f"{key}.json", data, parents=True, durable=False)
     except (StateError, ValueError) as exc:
         logger.debug("the measurement %s/%s is not kept: %s", kind, key, exc)
         return False

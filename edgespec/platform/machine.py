@@ -12,8 +12,8 @@ import platform
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -38,7 +38,9 @@ def processor() -> str:
     Measurements are kept under it: processors with other kernels must not share a name.
     """
     if sys.platform == "darwin":  # platform.processor() is "arm" for all of Apple's
-        return _apple_name() or platform.machine()
+        name = ctypes.create_string_buffer(256)
+        _sysctl(b"machdep.cpu.brand_string", name)
+        return name.value.decode(errors="replace").strip() or platform.machine()
     found = {name: [*dict.fromkeys(values)] for name, values in _cpuinfo().items()}  # cores may be of several kinds
     if "model name" in found:
         return found["model name"][0]
@@ -55,11 +57,6 @@ def _cpuinfo() -> dict[str, list[str]]:
         if colon:
             found.setdefault(name.strip(), []).append(value.strip())
     return found
-
-
-def _apple_name() -> str:
-    value = ctypes.create_string_buffer(256)
-    return value.value.decode(errors="replace").strip() if _sysctl(b"machdep.cpu.brand_string", value) else ""
 
 
 def _sysctl(name: bytes, value: Any) -> bool:
@@ -170,24 +167,20 @@ def windows_fast() -> int | None:
     found = ctypes.create_string_buffer(max(needed.value, 1))
     if not ask(_CORE_RELATIONSHIP, found, ctypes.byref(needed)):
         return None
-    return above_lowest(efficiency_classes(found.raw[: needed.value]))
+    return above_lowest(found.raw[: needed.value])
 
 
-def efficiency_classes(records: bytes) -> Iterator[int]:
-    """The class of each core, from records of GetLogicalProcessorInformationEx. A higher one is faster."""
-    offset = 0
-    while offset + _HEADER.size <= len(records):
+def above_lowest(records: bytes) -> int | None:
+    """How many cores are of a faster class than the lowest, by records of GetLogicalProcessorInformationEx.
+
+    None where all are of one class. A phone's fastest core alone would be too few.
+    """
+    classes, offset = list[int](), 0
+    while offset < len(records):
         _, size, _, efficiency_class = _HEADER.unpack_from(records, offset)
-        if size < _HEADER.size:
-            return
-        yield efficiency_class
+        classes.append(efficiency_class)
         offset += size
-
-
-def above_lowest(classes: Iterable[int]) -> int | None:
-    """How many are above the lowest; None where all are equal. A phone's fastest core alone would be too few."""
-    found = list(classes)
-    return sum(each > min(found) for each in found) or None
+    return sum(each > min(classes) for each in classes) or None
 
 
 def reset_peak() -> None:
@@ -215,21 +208,14 @@ _starting_thread = threading.Lock()  # the size of a stack is a setting of the p
 
 def on_stack(num_bytes: int, function: Callable[[], Returned]) -> Returned:
     """`function()` in a thread with so much stack. Raises what it raises, and CapabilityError without memory for it."""
-    result: Future[Returned] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except Exception as exc:  # the caller gets it
-            result.set_exception(exc)
-
-    thread = threading.Thread(target=run, name="edgespec-stack", daemon=True)
+    pool = ThreadPoolExecutor(1, "edgespec-stack")
     with _starting_thread:
         before = threading.stack_size(num_bytes)
         try:
-            thread.start()
+            result = pool.submit(function)
         except RuntimeError as exc:
             raise CapabilityError(f"a stack of {num_bytes >> 20} MiB is needed, for which no memory is left") from exc
         finally:
             threading.stack_size(before)
+    pool.shutdown(wait=False)  # an interrupt does not wait for it
     return result.result()

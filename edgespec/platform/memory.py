@@ -84,10 +84,7 @@ def own_bytes() -> int | None:
 
 def return_freed_memory() -> None:
     """Give freed memory back to the system where the allocator would keep it for later (glibc)."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    _tell_allocator("malloc_trim", 0)
 
 
 def keep_one_arena() -> None:
@@ -95,10 +92,12 @@ def keep_one_arena() -> None:
 
     Each would reserve 64 MiB of addresses for an arena of its own, which a limit of addresses counts.
     """
-    if sys.platform == "linux":
-        set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-        if set_option is not None:
-            set_option(_ARENA_MAX, 1)
+    _tell_allocator("mallopt", _ARENA_MAX, 1)
+
+
+def _tell_allocator(name: str, *arguments: int) -> None:
+    if sys.platform == "linux" and (function := getattr(ctypes.CDLL(None), name, None)) is not None:
+        function(*arguments)
 
 
 def _of_machine(root: Path) -> Iterator[Limit]:

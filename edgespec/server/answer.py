@@ -4,6 +4,8 @@ an exchange: a request that was read and checked, and how its answers are writte
 
 from __future__ import annotations
 
+import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -164,7 +166,7 @@ class Answer:
     @property
     def stats(self) -> Stats:
         """Counters of the generation."""
-        return self.ticket.stats
+        return self.ticket.generation.stats
 
     @property
     def seed(self) -> int:
@@ -244,9 +246,10 @@ class Answer:
         """The answer as it comes. Raises what the generation failed with; HttpError 503 if the server ended it."""
         try:
             async for events in self.ticket:
-                if (progress := self.ticket.take_progress()) is not None:
+                for progress in (event for event in events if isinstance(event, PromptProgress)):
                     yield Delta(Part("text"), progress=progress)
-                for delta in () if self._is_cut else self._joined(events):
+                tokens = [event for event in events if isinstance(event, TokenEvent)]
+                for delta in () if self._is_cut else self._joined(tokens):
                     yield delta
                 if not self._is_cut and self._is_complete():
                     self._is_cut = True
@@ -355,14 +358,16 @@ class Work:
 
 
 class Exchange(ABC):
-    """`is_stream`: whether the answers are sent as they come."""
+    """`is_stream`: whether the answers are sent as they come; `begins`: the ids of answers."""
 
+    begins = ""
     media_type = "text/event-stream"
     ping = b": ping\n\n"  # sent while there is nothing to send; a comment, which readers of events skip
     streams_by_default = False
 
     def __init__(self, work: Work, *, is_stream: bool) -> None:
         self.work, self.jobs, self.is_stream = work, work.jobs, is_stream
+        self.id, self.created = f"{self.begins}{secrets.token_hex(12)}", int(time.time())
         self.name, self.vocabulary = work.loaded.service.name, work.loaded.model.target.vocabulary
 
     def answer(self, ticket: Ticket) -> Answer:

@@ -30,10 +30,10 @@ from edgespec.server.guard import LOCAL_ORIGINS, LOOPBACK, Guard
 from edgespec.server.http_errors import HttpError
 from edgespec.server.native import NativeCompletion
 from edgespec.server.ollama import OllamaChat, OllamaExchange, OllamaGenerate
-from edgespec.server.requests import Fields, parse_object
+from edgespec.server.requests import Fields
 from edgespec.server.responses import ResponseRequest
 from edgespec.server.service import Services
-from edgespec.server.web import CLIENT_LEFT, NOTES, Answering, Handler, error_response, json_response, read_body
+from edgespec.server.web import CLIENT_LEFT, NOTES, Answering, Handler, error_response, json_response
 
 Schema = dict[str, Any]
 
@@ -49,9 +49,9 @@ def create_app(services: Services, *, origins: Sequence[str] = (), hosts: Sequen
     routes += [Route(path, _caught(partial(each, services)), methods=[how]) for path, (how, _, each) in OTHERS.items()]
     routes += [Route(path, _caught(partial(_refuse, why)), methods=["POST"]) for path, why in NOT_HERE.items()]
     shown = page_routes()
-    paths = [route.path for route in (*routes, *shown)]
-    open_paths = ["/health", "/v1/health", *(route.path for route in shown)]
-    rules: dict[str, Any] = {"paths": paths, "open_paths": open_paths, "hosts": hosts, "origins": origins}
+    paths = frozenset(route.path for route in (*routes, *shown))
+    open_paths = frozenset(("/health", "/v1/health", *(route.path for route in shown)))
+    names = {"hosts": frozenset(map(str.lower, hosts)), "origins": frozenset(origins)}
     cors = Middleware(
         CORSMiddleware,
         allow_origins=origins,
@@ -62,7 +62,7 @@ def create_app(services: Services, *, origins: Sequence[str] = (), hosts: Sequen
     )
     app = Starlette(
         routes=[*routes, *shown],
-        middleware=[cors, Middleware(Guard, services=services, **rules)],
+        middleware=[cors, Middleware(Guard, services=services, paths=paths, open_paths=open_paths, **names)],
         exception_handlers={HTTPException: _http_exception},
     )
     app.router.redirect_slashes = False
@@ -74,13 +74,9 @@ def create_app(services: Services, *, origins: Sequence[str] = (), hosts: Sequen
 
 async def _show(services: Services, request: Request) -> Response:
     """Facts of the model (Ollama)."""
-    body = await read_body(request, services.limits)
-
-    def told() -> dict[str, Any]:
-        values = parse_object(body)
-        return facts.show(services.asked_by(values, request.url.path), values)
-
-    return json_response(await asyncio.to_thread(told))
+    asked = await ollama.read_named(services, request)
+    service = services.named(asked.model or asked.name, request.url.path)
+    return json_response(await asyncio.to_thread(facts.show, service))
 
 
 async def _refuse(why: str, request: Request) -> Response:
@@ -179,9 +175,9 @@ ENDPOINTS: dict[str, Endpoint] = {
 }
 # Those that no model has to be loaded for: (method, what their bodies are, the handler).
 OTHERS: dict[str, tuple[str, type[Fields], Callable[[Services, Request], Awaitable[Response]]]] = {
-    "/api/show": ("POST", facts.ShowRequest, _show),
-    "/api/pull": ("POST", ollama.ModelName, ollama.respond_pull),
-    "/api/delete": ("DELETE", ollama.ModelName, ollama.respond_delete),
+    "/api/show": ("POST", ollama.Named, _show),
+    "/api/pull": ("POST", ollama.Named, ollama.respond_pull),
+    "/api/delete": ("DELETE", ollama.Named, ollama.respond_delete),
 }
 _NO_RERANKING = "this server does not rerank: compare texts by the cosine of their /v1/embeddings"
 _NO_MAKING = "models are made and named on the command line: edgespec add, edgespec export"

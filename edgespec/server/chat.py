@@ -6,8 +6,6 @@ The other chat protocols become a `Chat` first, which `prepare` checks and rende
 from __future__ import annotations
 
 import re
-import secrets
-import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
@@ -146,9 +144,9 @@ def effort_of(loaded: Loaded, field: str, effort: str | None, notes: list[str]) 
     return None
 
 
-def run_by_client(tools: Sequence[Any], notes: list[str]) -> Iterator[tuple[str, Any, Any]]:
+def run_by_client(tools: Sequence[Any] | None, notes: list[str]) -> Iterator[tuple[str, Any, Any]]:
     """(place, tool, its type) of those that OpenAI's or Anthropic's servers do not run themselves, which notes name."""
-    for index, tool in enumerate(tools):
+    for index, tool in enumerate(tools or ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and _RUN_THERE.fullmatch(kind) is not None:  # it may end in a date
             notes.append(f"tools: {kind} is left out: {RUNS_NONE}")
@@ -267,23 +265,21 @@ def _check_tool(tool: Any, where: str) -> None:
 
 
 class OpenAiExchange(Exchange):
-    """A request to one of OpenAI's older paths. `kind`: of its answers, and of their chunks; `begins`: their ids.
-
-    `nothing`: what a choice of a chunk holds that says nothing.
+    """A request to one of OpenAI's older paths. `kind`: of its answers, and of their chunks; `nothing`: what a choice
+    of a chunk holds that says nothing.
     """
 
-    kind, chunk_kind, begins = "", "", ""
+    kind, chunk_kind = "", ""
     nothing: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, work: Work, request: OpenAiRequest) -> None:
         super().__init__(work, is_stream=bool(request.stream))
         self.includes_usage, self.per_token = request.includes_usage, bool(request.timings_per_token)
         self.has_logprobs = work.jobs[0].options.logprobs
-        self._id, self._created = f"{self.begins}-{secrets.token_hex(12)}", int(time.time())
 
     def body(self, choices: list[dict[str, Any]], kind: str, **more: Any) -> dict[str, Any]:
         """An answer or a part of one."""
-        head = {"id": self._id, "object": kind, "created": self._created, "model": self.name}
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.name}
         return head | {"system_fingerprint": f"edgespec-{__version__}", "choices": choices} | more
 
     def ended(self, choices: list[dict[str, Any]], answers: Sequence[Answer], usage: dict[str, Any]) -> dict[str, Any]:
@@ -317,7 +313,7 @@ class OpenAiExchange(Exchange):
 
 
 class ChatExchange(OpenAiExchange):
-    kind, chunk_kind, begins = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    kind, chunk_kind, begins = "chat.completion", "chat.completion.chunk", "chatcmpl-"
     nothing: ClassVar[dict[str, Any]] = {"delta": {}}
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:

@@ -36,12 +36,12 @@ class Completion(OpenAiRequest, kw_only=True):
     suffix: str | None = None
 
 
-def answer_completion(loaded: Loaded, request: Completion, notes: list[str]) -> CompletionExchange:
+def answer_completion(loaded: Loaded, request: Completion, _: list[str]) -> CompletionExchange:
     """Continue texts or token ids (OpenAI)."""
-    return CompletionExchange(prepare(loaded, request, notes), request)
+    return CompletionExchange(prepare(loaded, request), request)
 
 
-def prepare(loaded: Loaded, request: Completion, notes: list[str]) -> Work:
+def prepare(loaded: Loaded, request: Completion) -> Work:
     """The work of a request. Blocks while it encodes. Raises HttpError and EdgespecError."""
     count = request.n or 1
     prompts = _read_filling(loaded, request) if request.suffix else read_prompts(loaded, request.prompt)
@@ -137,7 +137,7 @@ def fill_prompt(
 
 
 class CompletionExchange(OpenAiExchange):
-    kind, chunk_kind, begins = "text_completion", "text_completion", "cmpl"
+    kind, chunk_kind, begins = "text_completion", "text_completion", "cmpl-"
     nothing: ClassVar[dict[str, Any]] = {"text": ""}
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from time import monotonic, time
@@ -21,9 +21,8 @@ from edgespec.loading.model_facts import ModelFacts, size_label
 from edgespec.memory.watch import plan_object
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import NAMED_ALIKE
-from edgespec.server.requests import Fields, read, wrong
+from edgespec.server.requests import Fields, wrong
 from edgespec.server.service import Loaded, Service, Services
-from edgespec.types import TokenIds
 
 MOST_TOKENS = 1 << 20  # of a list: writing a longer one holds up everybody
 
@@ -151,43 +150,39 @@ class OllamaEmbedding(Fields):
 
 def embed_openai(loaded: Loaded, request: OpenAiEmbedding, _: list[str]) -> dict[str, Any]:
     """Embeddings of texts (OpenAI); 501 for models that give none."""
-    _require_embeddings(loaded)
-    ids = loaded.model.embedder.encode(_texts(request.input), truncate=False)
-    vectors = _embedded(loaded, ids, request.dimensions)
+    vectors, num_tokens = _embedded(loaded, _texts(request.input), request.dimensions, truncate=False)
     shown = vectors.tolist()
     if request.encoding_format == "base64":
         shown = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
     data = [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(shown)]
-    usage = {"prompt_tokens": _count(ids), "total_tokens": _count(ids)}
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return {"object": "list", "data": data, "model": loaded.service.name, "usage": usage}
 
 
 def embed_ollama(loaded: Loaded, request: OllamaEmbedding, _: list[str]) -> dict[str, Any]:
     """Embeddings of texts (Ollama)."""
     begun_s = monotonic()
-    _require_embeddings(loaded)
     texts = _texts(request.input) if request.input else []
-    ids = loaded.model.embedder.encode(texts, truncate=request.truncate is not False)
-    vectors = _embedded(loaded, ids, request.dimensions).tolist() if ids else []
+    vectors, num_tokens = _embedded(loaded, texts, request.dimensions, truncate=request.truncate is not False)
     durations = {"total_duration": int(1e9 * (monotonic() - begun_s)), "load_duration": 0}
-    return {"model": loaded.service.name, "embeddings": vectors} | durations | {"prompt_eval_count": _count(ids)}
+    found = {"model": loaded.service.name, "embeddings": vectors.tolist()}
+    return found | durations | {"prompt_eval_count": num_tokens}
 
 
-def _require_embeddings(loaded: Loaded) -> None:
+def _embedded(
+    loaded: Loaded, texts: Sequence[Text], dimensions: int | None, *, truncate: bool
+) -> tuple[NDArray[np.float32], int]:
+    """(embeddings [n, size or `dimensions`] of texts, the number of their tokens). Raises HttpError, EdgespecError."""
+    embedder = loaded.model.embedder
     try:
-        loaded.model.embedder.pooling()
+        embedder.pooling()
     except CapabilityError as exc:
         raise HttpError(501, f"embeddings are not supported here: {exc}", code="not_supported") from exc
-
-
-def _embedded(loaded: Loaded, texts: Sequence[TokenIds], dimensions: int | None) -> NDArray[np.float32]:
-    """Embeddings [n, size or `dimensions`] of encoded texts. Raises HttpError and EdgespecError."""
-    vectors = loaded.model.embedder.embed(texts, is_wanted.get())
-    if dimensions is None:
-        return vectors
-    if dimensions > vectors.shape[1]:
+    ids = embedder.encode(texts, truncate=truncate)
+    vectors = embedder.embed(ids, is_wanted.get()) if ids else np.empty((0, dimensions or 0), np.float32)
+    if dimensions is not None and dimensions > vectors.shape[1]:
         raise bad_request(f"dimensions must be at most {vectors.shape[1]}, the size of an embedding", "dimensions")
-    return normalised(vectors[:, :dimensions])
+    return vectors if dimensions is None else normalised(vectors[:, :dimensions]), sum(map(len, ids))
 
 
 def _texts(given: str | list[Any]) -> list[Text]:
@@ -201,10 +196,6 @@ def _texts(given: str | list[Any]) -> list[Text]:
     if not given or not all(isinstance(each, str | list) for each in given):
         raise wrong("input", "must be a text, a list of texts, or token ids", given)
     return given
-
-
-def _count(texts: Sequence[TokenIds]) -> int:
-    return sum(map(len, texts))
 
 
 # -- Ollama
@@ -259,17 +250,8 @@ def _details(facts: ModelFacts) -> dict[str, Any]:
     }
 
 
-class ShowRequest(Fields):
-    """A request to `/api/show`. Older clients call the model `name`."""
-
-    model: str | None = None
-    name: str | None = None
-    verbose: bool | None = None
-
-
-def show(service: Service, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts of the model (Ollama)."""
-    read(ShowRequest, values, [])
+def show(service: Service) -> dict[str, Any]:
+    """`/api/show`."""
     known, facts = service.known, service.known.facts
     info = {
         **facts.metadata,

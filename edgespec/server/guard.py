@@ -12,7 +12,7 @@ import ipaddress
 import logging
 import re
 import socket
-from collections.abc import Collection
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -38,30 +38,24 @@ LOCAL_ORIGINS = re.compile(
 )
 
 
+@dataclass(frozen=True, slots=True)
 class Guard:
-    """ASGI middleware. `hosts`: allowed names in the Host header, empty for any; `origins`: web pages that may call.
-    Local ones are allowed besides.
+    """ASGI middleware. `hosts`: allowed names in the Host header, in small letters, empty for any; `origins`: web pages
+    that may call. Local ones are allowed besides.
 
     `paths`: those that are counted under their own name; `open_paths`: those that need no API key.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        services: Services,
-        *,
-        paths: Collection[str],
-        open_paths: Collection[str],
-        hosts: Collection[str],
-        origins: Collection[str],
-    ) -> None:
-        self._app, self._services = app, services
-        self._paths, self._open_paths = frozenset(paths), frozenset(open_paths)
-        self._hosts, self._origins = frozenset(host.lower() for host in hosts), frozenset(origins)
+    app: ASGIApp
+    services: Services
+    paths: frozenset[str]
+    open_paths: frozenset[str]
+    hosts: frozenset[str]
+    origins: frozenset[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         path, began_s, status = scope["path"], monotonic(), 0
 
@@ -76,19 +70,19 @@ class Guard:
         except HttpError as exc:
             await error_response(exc, path)(scope, receive, counted)
         else:
-            await self._app(scope, receive, counted)
+            await self.app(scope, receive, counted)
         finally:
-            shown = path if path in self._paths else "other"
-            self._services.metrics.answered[shown, status] += 1
+            shown = path if path in self.paths else "other"
+            self.services.metrics.answered[shown, status] += 1
             # Before, a line would take the place of what loading is busy with.
-            if any(each.loaded is not None for each in self._services.all):
+            if any(each.loaded is not None for each in self.services.all):
                 took_ms = 1000 * (monotonic() - began_s)
                 logger.info("%s %s %d %.0f ms", scope["method"], shown, status, took_ms)
 
     def _check(self, path: str, headers: Headers) -> None:
         host = (_parts_of(f"//{headers.get('host', '')}").hostname or "").removesuffix(".")
-        is_known = host in self._hosts or is_local_host(host)
-        if self._hosts and not is_known:
+        is_known = host in self.hosts or is_local_host(host)
+        if self.hosts and not is_known:
             raise HttpError(
                 403, "the Host header names a different machine; --allowed-host allows a name", code="wrong_host"
             )
@@ -99,17 +93,17 @@ class Guard:
                 "requests from web pages are refused; --cors-origin allows one, --allowed-host this machine's name",
                 code="wrong_origin",
             )
-        if path not in self._open_paths:
+        if path not in self.open_paths:
             self._check_key(headers)
 
     def _may_call(self, origin: str, host: str | None, *, is_known: bool) -> bool:
         """Whether a page may: our own, a local one, or one that was allowed."""
         # Any page may call its own server's name so; under a rented one it proves nothing, but such a page has no key.
-        is_own = _parts_of(origin).netloc == host and (is_known or self._services.api_key is not None)
-        return is_own or bool({origin, "*"} & self._origins) or LOCAL_ORIGINS.fullmatch(origin) is not None
+        is_own = _parts_of(origin).netloc == host and (is_known or self.services.api_key is not None)
+        return is_own or bool({origin, "*"} & self.origins) or LOCAL_ORIGINS.fullmatch(origin) is not None
 
     def _check_key(self, headers: Headers) -> None:
-        wanted: Any = self._services.api_key
+        wanted: Any = self.services.api_key
         if wanted is None:
             return
         scheme, _, token = headers.get("authorization", "").partition(" ")

@@ -106,8 +106,9 @@ def as_http_error(error: Exception) -> HttpError:
             "a file that this request needs is missing or cannot be used: see the server's configuration"
         )
     if isinstance(error, PromptError):
-        too_long = error if isinstance(error, PromptTooLong) else None
-        sizes = {} if too_long is None else {"n_prompt_tokens": too_long.num_tokens, "n_ctx": too_long.context_length}
+        sizes = {}
+        if isinstance(error, PromptTooLong):
+            sizes = {"n_prompt_tokens": error.num_tokens, "n_ctx": error.context_length}
         return HttpError(400, error.on_the_command_line, code="context_length_exceeded" if sizes else None, sizes=sizes)
     if isinstance(error, UsageError | CapabilityError | VocabularyMismatch):
         said, has_field = error.on_the_command_line, isinstance(error, SamplingError | ConfigError)

@@ -6,13 +6,13 @@ cannot change the text are accepted.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from edgespec.server.answer import Answer, Event, Exchange, Part, Work, events, sse
+from edgespec.chat.messages import part_text
+from edgespec.server.answer import Answer, Event, Exchange, Part, events, sse
 from edgespec.server.chat import RUNS_NONE, TEXT_ONLY, Chat, effort_of, prepare, run_by_client
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import JsonSchema, Positive, ResponseFormat, Sampled, Speculative, StopList, Tools
@@ -86,9 +86,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 def answer_messages(loaded: Loaded, request: MessagesRequest, notes: list[str]) -> MessagesExchange:
     """Answer a conversation (Anthropic)."""
     chat = _as_chat(loaded, request, notes)
-    for name in (*Sampled.__struct_fields__, "max_tokens", "speculative"):
-        setattr(chat, name, getattr(request, name))
-    chat.stop = request.stop_sequences
+    chat.max_tokens, chat.stop, chat.speculative = request.max_tokens, request.stop_sequences, request.speculative
     with sent_as(_SENT_AS):
         return MessagesExchange(prepare(loaded, chat, notes), is_stream=bool(request.stream))
 
@@ -105,8 +103,8 @@ def _as_chat(loaded: Loaded, request: CountRequest, notes: list[str]) -> Chat:
     choice, form = request.tool_choice, request.output_format
     if request.output_config is not None:
         form = request.output_config.format or form
-    chat = Chat(messages=_read_conversation(request))
-    chat.tools = _read_tools(request.tools, notes)
+    sampling = {name: getattr(request, name) for name in Sampled.__struct_fields__}
+    chat = Chat(**sampling, messages=_read_conversation(request), tools=_read_tools(request.tools, notes))
     if choice is not None:
         named = {"type": "function", "function": {"name": choice.name}}
         chat.tool_choice = {"any": "required", "tool": named}.get(choice.type, choice.type)  # type: ignore[assignment]
@@ -139,9 +137,8 @@ def _system_text(content: Any) -> str:
     """
     if isinstance(content, str):
         return content
-    blocks = content if isinstance(content, list) else [content]
-    texts = [block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None for block in blocks]
-    if not all(isinstance(text, str) for text in texts):
+    texts = [part_text(block) for block in (content if isinstance(content, list) else [content])]
+    if None in texts:
         raise bad_request(f"system must be a text or a list of text blocks: {TEXT_ONLY}", "system")
     return "".join(text for text in texts if text and not text.startswith("x-anthropic-billing-header:"))
 
@@ -173,10 +170,8 @@ def _translated(message: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _read_tools(tools: Sequence[Any] | None, notes: list[str]) -> list[dict[str, Any]] | None:
+def _read_tools(tools: Sequence[Any] | None, notes: list[str]) -> list[dict[str, Any]]:
     """The tools as OpenAI nests them, without those that Anthropic's servers run themselves."""
-    if tools is None:
-        return None
     found = []
     for where, tool, _ in run_by_client(tools, notes):
         if not isinstance(tool, dict) or not isinstance(tool.get("input_schema"), dict):
@@ -187,11 +182,8 @@ def _read_tools(tools: Sequence[Any] | None, notes: list[str]) -> list[dict[str,
 
 
 class MessagesExchange(Exchange):
+    begins = "msg_"
     ping = sse({"type": "ping"}, "ping")
-
-    def __init__(self, work: Work, *, is_stream: bool) -> None:
-        super().__init__(work, is_stream=is_stream)
-        self._id = f"msg_{secrets.token_hex(12)}"
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
@@ -217,7 +209,7 @@ class MessagesExchange(Exchange):
         return sse(error.body(PATH), "error")
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
-        head = {"id": self._id, "type": "message", "role": "assistant", "model": self.name}
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.name}
         return head | {"content": content, "usage": usage}
 
     def _end(self, answer: Answer) -> dict[str, Any]:

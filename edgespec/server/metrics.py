@@ -19,6 +19,7 @@ from edgespec.reports import RoundRecord, Stats
 
 # A model of 0.5B answers a short prompt in some ten milliseconds; one of 70B reads a long prompt for minutes.
 BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+Rows = Iterable[tuple[str, float]]  # what follows the name, and a value
 
 
 class Histogram:
@@ -32,18 +33,12 @@ class Histogram:
         self._counts[bisect_left(BOUNDS_S, value)] += 1
         self._sum += value
 
-    def lines(self, name: str, help: str) -> Iterable[str]:
-        """The text that Prometheus reads: buckets count all values up to their bound."""
-        yield f"# HELP {name} {help}."
-        yield f"# TYPE {name} histogram"
+    def rows(self) -> Rows:
+        """Buckets, which count all values up to their bound, the sum and the count."""
         totals = list(accumulate(self._counts))  # read once, so that the last bucket is the count
         for bound, total in zip((*map(repr, BOUNDS_S), "+Inf"), totals, strict=True):
-            yield f'{name}_bucket{{le="{bound}"}} {total}'
-        yield f"{name}_sum {self._sum!r}"
-        yield f"{name}_count {totals[-1]}"
-
-
-Rows = Iterable[tuple[str, float]]
+            yield f'_bucket{{le="{bound}"}}', total
+        yield from (("_sum", self._sum), ("_count", totals[-1]))
 
 
 def _count(name: str, help: str) -> Any:
@@ -115,10 +110,9 @@ class Metrics:
                 value, label = getattr(self, each.name), about["label"]
                 rows = [(f'{{{label}="{key}"}}', n) for key, n in sorted(value.items())] if label else [("", value)]
                 lines += _metric(about["name"], "counter", about["help"], rows)
-        lines += self.to_first_token_s.lines("edgespec_time_to_first_token_seconds", "Time from request to first token")
-        lines += self.duration_s.lines(
-            "edgespec_request_duration_seconds", "Time from request to the end of its answer"
-        )
+        first, whole = self.to_first_token_s.rows(), self.duration_s.rows()
+        lines += _metric("time_to_first_token_seconds", "histogram", "Time from request to first token", first)
+        lines += _metric("request_duration_seconds", "histogram", "Time from request to the end of its answer", whole)
         return "\n".join(lines) + "\n"
 
 

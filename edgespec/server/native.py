@@ -17,7 +17,7 @@ from edgespec.chat.reasoning import AnswerSplitter
 from edgespec.chat.tools import ToolCall
 from edgespec.reports import TokenEvent
 from edgespec.server.answer import Answer, Delta, Exchange, Work, logprobs_of, prompt_progress, sse
-from edgespec.server.completions import Completion, fill_prompt, prepare, read_prompts, require_fim
+from edgespec.server.completions import Completion, fill_prompt, prepare, require_fim
 from edgespec.server.options import Generated, Logprobs
 from edgespec.server.requests import Asked, Fields, one_of, wrong
 from edgespec.server.scheduler import Ticket
@@ -73,29 +73,27 @@ class Infill(Native, kw_only=True):
     prompt: str | None = None
 
 
-def answer_native(loaded: Loaded, request: NativeCompletion, notes: list[str]) -> Exchange:
+def answer_native(loaded: Loaded, request: NativeCompletion, _: list[str]) -> Exchange:
     """Continue texts or token ids (llama-server)."""
-    return _exchange(loaded, request, notes, read_prompts(loaded, request.prompt))
+    return _exchange(loaded, request, request.prompt)
 
 
-def answer_infill(loaded: Loaded, request: Infill, notes: list[str]) -> Exchange:
+def answer_infill(loaded: Loaded, request: Infill, _: list[str]) -> Exchange:
     """Fill the gap between two texts (llama-server); 501 for models that cannot."""
     tokens, vocabulary = require_fim(loaded, "/infill"), loaded.model.target.vocabulary
     length = loaded.model.context_length
     room = length - min(request.token_limit or loaded.options.max_tokens or _LEAST_ANSWER, length // 4)
     before, after = vocabulary.encode(request.input_prefix + (request.prompt or "")), request.input_suffix
     ids, is_cut = fitted(vocabulary, tokens, before, vocabulary.encode(after), request.input_extra or (), room)
-    return _exchange(loaded, request, notes, [ids], is_cut=is_cut)
+    return _exchange(loaded, request, [ids], is_cut=is_cut)
 
 
-def _exchange(
-    loaded: Loaded, request: Native, notes: list[str], prompts: list[list[int]], *, is_cut: bool = False
-) -> Exchange:
+def _exchange(loaded: Loaded, request: Native, prompt: str | list[Any], *, is_cut: bool = False) -> Exchange:
     """`is_cut`: not all that was sent fits the context."""
     asked: dict[str, Any] = {name: getattr(request, name) for name in Generated.__struct_fields__}
     asked["logprobs"] = one_of({"n_probs": request.n_probs, "logprobs": request.logprobs}) or None
     asked["logit_bias"] = _biases(loaded, request.logit_bias)
-    return NativeExchange(prepare(loaded, Completion(**asked, prompt=prompts), notes), request, is_cut=is_cut)
+    return NativeExchange(prepare(loaded, Completion(**asked, prompt=prompt)), request, is_cut=is_cut)
 
 
 def _biases(loaded: Loaded, given: list[Any] | dict[str, Any] | None) -> dict[str, Any] | None:

@@ -113,7 +113,7 @@ def answer_generate(loaded: Loaded, request: OllamaGenerate, notes: list[str]) -
         if is_text:
             asked.pop("reasoning_effort", None)
             text = completions.Completion(**asked, prompt=prompt, suffix=request.suffix)
-            return completions.prepare(loaded, text, notes)
+            return completions.prepare(loaded, text)
         first = [{"role": "system", "content": request.system}] if request.system else []
         return chat.prepare(loaded, chat.Chat(**asked, messages=[*first, {"role": "user", "content": prompt}]), notes)
 
@@ -240,20 +240,27 @@ def _line(value: Any) -> bytes:
 # -- models of the user's own folder: pulled, to be served when the server is started with them, and deleted
 
 
-class ModelName(Fields):
-    """A request to `/api/pull` or `/api/delete`. Ollama's client for JavaScript calls the model `name`."""
+class Named(Fields):
+    """A request to `/api/show`, `/api/pull` or `/api/delete`. Older clients call the model `name`, and so does Ollama's
+    for JavaScript.
+    """
 
     model: str | None = None
     name: str | None = None
+    verbose: bool | None = None
     insecure: bool | None = None
     stream: bool | None = None
+
+
+async def read_named(services: Services, request: Request) -> Named:
+    return read(Named, parse_object(await read_body(request, services.limits)), [])
 
 
 class _ClientLeft(BaseException):
     """Ends a download, whose files are kept for the next one; no `Exception`, after which it would be tried again."""
 
 
-async def _asked_model(services: Services, request: Request) -> tuple[ModelName, str, bool]:
+async def _asked_model(services: Services, request: Request) -> tuple[Named, str, bool]:
     """A request, the name in it, and whether it is that of a served model. Raises HttpError."""
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
@@ -264,7 +271,7 @@ async def _asked_model(services: Services, request: Request) -> tuple[ModelName,
         is_near = True
     if not is_near and services.api_key is None:
         raise HttpError(403, "other machines may change models only with an API key: start the server with one")
-    asked = read(ModelName, parse_object(await read_body(request, services.limits)), [])
+    asked = await read_named(services, request)
     if not (name := asked.model or asked.name):
         raise bad_request("model is missing: give the name of one", "model")
     served = {without_tag(each) for service in services.all for each in service.names}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -165,28 +164,26 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
         raise bad_request(f"{where} must be a message, a reasoning, a call such as function_call, or its output", where)
 
 
-def _functions(tools: Sequence[Any] | None, notes: list[str]) -> list[dict[str, Any]] | None:
+def _functions(tools: Sequence[Any] | None, notes: list[str]) -> list[dict[str, Any]]:
     """The tools as chat completions nest them. Raises HttpError 400 for kinds that a client runs and no model knows."""
-    if tools is None:
-        return None
     found = []
     for where, tool, kind in run_by_client(tools, notes):
-        if kind == "function":
-            names = ("name", "description", "parameters", "strict")
-            found.append({"type": "function", "function": {name: tool[name] for name in names if name in tool}})
-        else:
+        if kind != "function":
             reason = f"{where}: only tools of type function are supported"
             raise bad_request(reason, where, "unsupported_parameter")
+        names = ("name", "description", "parameters", "strict")
+        found.append({"type": "function", "function": {name: tool[name] for name in names if name in tool}})
     return found
 
 
 class ResponsesExchange(Exchange):
     """A request to `/v1/responses`. `echoed`: what the answer repeats."""
 
+    begins = "resp_"
+
     def __init__(self, work: Work, echoed: dict[str, Any], *, is_stream: bool) -> None:
         super().__init__(work, is_stream=is_stream)
         self._echoed = echoed
-        self._id, self._created = f"resp_{secrets.token_hex(12)}", int(time.time())
         self._sequence = 0
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -280,9 +277,9 @@ class ResponsesExchange(Exchange):
     def _object(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         sampling = self.jobs[0].sampling
         return {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
-            "created_at": self._created,
+            "created_at": self.created,
             "status": status,
             "error": None,
             "incomplete_details": None,

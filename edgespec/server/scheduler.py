@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from edgespec.contained import is_wanted
 from edgespec.errors import EdgespecError
 from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.handle import Generation
-from edgespec.reports import PromptProgress, RoundRecord, Stats, TokenEvent
+from edgespec.reports import PromptProgress, RoundRecord, TokenEvent
 from edgespec.runtime import Model
 from edgespec.server.http_errors import HttpError, queue_full, stopping
 from edgespec.server.metrics import Metrics, answer_line
@@ -52,7 +52,7 @@ def in_thread(name: str, function: Callable[[], Returned]) -> Future[Returned]:
 class Job:
     """One generation to run: the prompt's token ids [n], and the options of `Model.stream`.
 
-    `tells_progress`: its reader is told how much of the prompt is read.
+    `tells_progress`: its events begin with how much of the prompt is read.
     """
 
     prompt_ids: Sequence[int]
@@ -61,42 +61,33 @@ class Job:
     tells_progress: bool = False
 
 
+@dataclass(eq=False, slots=True)
 class Ticket:
     """One submitted job. Iterate over it once for its events, in groups of all that are there; `cancel` at any time.
 
     `forget`: takes it out of the queue; `drafted`: tokens so far by the name of the drafter, kept up to date by whoever
-    gives it. A group without events: `take_progress` has something new.
+    gives it; `is_read_whole`: its events are wanted when the generation has ended, all at once.
     """
 
-    def __init__(
-        self,
-        generation: Generation,
-        job: Job,
-        loop: asyncio.AbstractEventLoop,
-        forget: Callable[[Ticket], None],
-        drafted: Mapping[str, int],
-    ) -> None:
-        self.generation, self.job, self.loop, self._forget, self.drafted = generation, job, loop, forget, drafted
-        self._progress: PromptProgress | None = None
-        self.ready = asyncio.Event()
-        self._lock = threading.Lock()
-        self._events: list[TokenEvent] = []
-        self._failure: Exception | None = None
-        self._is_over = False
-        self._has_begun = False
-        self.is_read_whole = False  # its events are wanted when the generation has ended, all at once
-        self.submitted_s = monotonic()
-
-    @property
-    def stats(self) -> Stats:
-        """Counters of the generation; complete after the last event."""
-        return self.generation.stats
+    generation: Generation
+    job: Job
+    loop: asyncio.AbstractEventLoop
+    forget: Callable[[Ticket], None]
+    drafted: Mapping[str, int]
+    is_read_whole: bool = False
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    submitted_s: float = field(default_factory=monotonic)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _events: list[TokenEvent | PromptProgress] = field(default_factory=list)
+    _failure: Exception | None = None
+    _is_over: bool = False
+    _has_begun: bool = False
 
     @property
     def age_s(self) -> float:
         return monotonic() - self.submitted_s
 
-    async def __aiter__(self) -> AsyncIterator[list[TokenEvent]]:
+    async def __aiter__(self) -> AsyncIterator[list[TokenEvent | PromptProgress]]:
         """Events in order, until the generation has ended. Raises what it failed with."""
         while True:
             await self.ready.wait()
@@ -104,7 +95,7 @@ class Ticket:
             with self._lock:
                 events, self._events = self._events, []
                 is_over = self._is_over
-            if events or self._progress is not None:
+            if events:
                 yield events
             if is_over:
                 if self._failure is not None:
@@ -114,26 +105,13 @@ class Ticket:
     def cancel(self) -> None:
         """End it after at most one pass, or at once where it still waits. Cancelling what is over is allowed."""
         self.generation.cancel()
-        self._forget(self)
+        self.forget(self)
 
-    def take_progress(self) -> PromptProgress | None:
-        """How much of the prompt is read, where that is to be told and has changed since the last call."""
-        with self._lock:
-            progress, self._progress = self._progress, None
-        return progress
-
-    def post_progress(self, progress: PromptProgress) -> None:
-        """More of the prompt is read; called by the scheduler's thread."""
-        with self._lock:
-            self._progress = progress
-        with suppress(RuntimeError):  # the loop is closed: nobody reads
-            self.loop.call_soon_threadsafe(self.ready.set)
-
-    def post(self, metrics: Metrics, event: TokenEvent) -> bool:
+    def post(self, metrics: Metrics, event: TokenEvent | PromptProgress) -> bool:
         """The next event; called by the scheduler's thread. Whether the reader is to be woken for it."""
-        if not self._has_begun:
+        if isinstance(event, TokenEvent) and not self._has_begun:
             metrics.count_first_token(self.age_s)
-        self._has_begun = True
+            self._has_begun = True
         with self._lock:
             self._events.append(event)
             is_first = len(self._events) == 1  # else the reader is being woken and has not come yet
@@ -198,23 +176,18 @@ class Scheduler:
 
         Raises HttpError 429 if the queue is full, 503 while the server stops, and the errors of `Model.stream`.
         """
-        drafted = [Counter[str]() for _ in jobs]
-        generations = await self.prepare(
-            lambda: [
-                self.model.stream(job.prompt_ids, job.sampling, job.options, partial(self._count_round, counts))
-                for job, counts in zip(jobs, drafted, strict=True)
-            ]
-        )
         loop = asyncio.get_running_loop()
-        tickets = [
-            Ticket(generation, job, loop, self.forget, counts)
-            for generation, job, counts in zip(generations, jobs, drafted, strict=True)
-        ]
+        tickets = await self.prepare(lambda: [self._ticket(job, loop) for job in jobs])
         with self._changed:
             self.admit(len(jobs))
             self._waiting.extend(tickets)
             self._changed.notify()
         return tickets
+
+    def _ticket(self, job: Job, loop: asyncio.AbstractEventLoop) -> Ticket:
+        drafted = Counter[str]()
+        generation = self.model.stream(job.prompt_ids, job.sampling, job.options, partial(self._count_round, drafted))
+        return Ticket(generation, job, loop, self.forget, drafted)
 
     def _count_round(self, drafted: Counter[str], record: RoundRecord) -> None:
         self.metrics.count_round(record)
@@ -282,7 +255,7 @@ class Scheduler:
                 self._admit(batch)
             self._wake_readers()
 
-    def _post(self, ticket: Ticket, event: TokenEvent) -> None:
+    def _post(self, ticket: Ticket, event: TokenEvent | PromptProgress) -> None:
         if ticket.post(self.metrics, event):
             self._to_wake.append(ticket)
 
@@ -302,15 +275,15 @@ class Scheduler:
                 ticket = self._waiting.popleft()
                 self._running.append(ticket)
             try:
-                on_prompt = ticket.post_progress if ticket.job.tells_progress else None
-                batch.begin(ticket.generation, partial(self._post, ticket), on_prompt)
+                post = partial(self._post, ticket)
+                batch.begin(ticket.generation, post, post if ticket.job.tells_progress else None)
             except Exception as exc:
                 self._end(ticket, exc)
 
     def _end(self, ticket: Ticket, failure: Exception | None) -> None:
-        self.metrics.add(ticket.stats, has_failed=failure is not None, duration_s=ticket.age_s)
+        self.metrics.add(ticket.generation.stats, has_failed=failure is not None, duration_s=ticket.age_s)
         request, model = ticket.generation.request, self.model
-        line = answer_line(ticket.stats, ticket.drafted, request.options, model.options, model.target.facts)
+        line = answer_line(ticket.generation.stats, ticket.drafted, request.options, model.options, model.target.facts)
         with suppress(RuntimeError):  # the loop is closed
             # There, since writing may take its time, and the command line knows how much to say by thread.
             ticket.loop.call_soon_threadsafe(logger.info, "%s", line)

@@ -374,8 +374,6 @@ class Services:
     def asked_by(self, values: Mapping[str, Any], path: str = "", notes: list[str] | None = None) -> Service:
         """The one for a request with these `values`. Raises HttpError 400 and 404."""
         name = values.get("model") or None
-        if name is None and path == "/api/show":  # older clients
-            name = values.get("name")
         if name is not None and not isinstance(name, str):
             raise wrong("model", "must be a string", name)
         return self.named(name, path, notes)

@@ -13,7 +13,7 @@ import contextlib
 import queue
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, Annotated, Any, Literal
 
 from msgspec import Meta
@@ -61,7 +61,7 @@ def serve_stdio(services: Services, source: IO[bytes], sink: IO[bytes]) -> None:
 class _Request:
     """A request that is being answered. `answer` None: it is still being checked or encoded."""
 
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] = field(init=False)
     answer: Answer | None = None
     is_cancelled: bool = False
 
@@ -71,15 +71,7 @@ class _Request:
         if self.answer is not None:
             self.answer.ticket.cancel()
         else:
-            self.end()
-
-    def end(self) -> None:
-        if self.task is not None:
             self.task.cancel()
-
-    @property
-    def finish_reason(self) -> str:
-        return "cancelled" if self.answer is None or self.is_cancelled else self.answer.finish_reason
 
     @property
     def counts(self) -> dict[str, Any]:
@@ -114,8 +106,8 @@ class _Sidecar:
                 pass
         running = list(self._requests.values())
         for request in running:
-            request.end()
-        await asyncio.gather(*(request.task for request in running if request.task), return_exceptions=True)
+            request.task.cancel()
+        await asyncio.gather(*(request.task for request in running), return_exceptions=True)
         await asyncio.to_thread(self._services.close)
         self._events.put(None)
         await asyncio.to_thread(writer.join, 5.0)
@@ -204,13 +196,14 @@ class _Sidecar:
                     request.answer = answer
                     async for delta in answer.deltas():
                         self._emit_delta(request_id, delta, loaded.model.target.vocabulary)
-                    notes = [*dict.fromkeys([*notes, *answer.ticket.stats.notes])]  # those of its drafters
+                    notes = [*dict.fromkeys([*notes, *answer.stats.notes])]  # those of its drafters
         except Exception as exc:
             if not request.is_cancelled:  # an answer that was cut by that is no failure
                 self._fail(request_id, as_http_error(exc))
                 return
         told = {"notes": notes} if notes else {}
-        self.emit("done", id=request_id, finish_reason=request.finish_reason, **request.counts, **told)
+        reason = "cancelled" if request.is_cancelled else answer.finish_reason
+        self.emit("done", id=request_id, finish_reason=reason, **request.counts, **told)
 
     def _emit_delta(self, request_id: str, delta: Delta, vocabulary: Vocabulary) -> None:
         if delta.progress is not None:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from edgespec.errors import shown
@@ -33,7 +33,7 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
 def error_response(error: Exception, path: str) -> Response:
     """Any exception in the shape of the protocol that `path` belongs to."""
     known = as_http_error(error)
-    return JSONResponse(known.body(path), known.status, headers=known.headers)
+    return json_response(known.body(path), known.status, known.headers)
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:

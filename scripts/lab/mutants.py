@@ -66,8 +66,8 @@ MUTANTS = (
     Mutant(
         "off by one row",
         "generation/decode.py",
-        "return run.sampler.distribution(logits[node + 1], history)",
-        "return run.sampler.distribution(logits[max(node, 0)], history)",
+        "return sampler.distribution(logits[node + 1], history)",
+        "return sampler.distribution(logits[max(node, 0)], history)",
         (f"{LOSSLESS}::test_coupled_text_is_plain_text_token_by_token",),
     ),
     Mutant(
@@ -94,15 +94,15 @@ MUTANTS = (
     Mutant(
         "hand out the target's choices one row late",
         "generation/decode.py",
-        "row_choices=tuple(logits.argmax(axis=1).tolist())",
-        "row_choices=tuple(np.roll(logits.argmax(axis=1), 1).tolist())",
+        "row_choices = tuple(logits.argmax(axis=1).tolist())",
+        "row_choices = tuple(np.roll(logits.argmax(axis=1), 1).tolist())",
         ("tests/drafters/test_lookahead.py",),
     ),
     Mutant(
         "leave one rejected token in the cache",
         "engines/sequence.py",
-        "self.engine.rollback(self.length + len(rows), self.sequence)",
-        "self.engine.rollback(min(self.length + len(rows) + 1, self.engine.length(self.sequence)), self.sequence)",
+        "self.engine.rollback(end, self.sequence)",
+        "self.engine.rollback(min(end + 1, self.engine.length(self.sequence)), self.sequence)",
         (f"{LOSSLESS}::test_coupled_text_is_plain_text_token_by_token",),
     ),
 )

@@ -6,18 +6,20 @@ import dataclasses
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from bench_table import table_model
 from edgespec.bench import prompts as sources
-from edgespec.bench.prompts import BenchPrompt, choose, random_text
+from edgespec.bench.prompts import choose, encode, random_text
 from edgespec.bench.report import Side, Summary, report_of, table_lines
 from edgespec.bench.runner import Measurement, Task, Trial, first_divergence, run_trials, runs, tasks_of
 from edgespec.bench.sweep import Costs, balance, expected_speedup, threshold
 from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import PromptError, UsageError
+from edgespec.loading.drafts import Prompt
 from edgespec.reports import Stats
 from edgespec.runtime import Model
 from shared_passes import shared_model
@@ -25,7 +27,7 @@ from table_engine import LetterVocabulary
 
 OPTIONS = GenerateOptions(max_tokens=24)
 SAMPLING = Sampling(temperature=0.0)
-ASKED = [BenchPrompt("letters", "abcabcabc"), BenchPrompt("others", "hgfedc"), BenchPrompt("letters", "kkk")]
+ASKED = [Prompt("letters", "abcabcabc"), Prompt("others", "hgfedc"), Prompt("letters", "kkk")]
 
 
 @pytest.fixture
@@ -34,8 +36,8 @@ def model(tmp_path):
         yield loaded
 
 
-def tasks(model: Model, repeat: int = 2, prompts: list[BenchPrompt] = ASKED) -> list[Task]:
-    return tasks_of(prompts, lambda prompt: prompt.encode(model), SAMPLING, repeat)
+def tasks(model: Model, repeat: int = 2, prompts: list[Prompt] = ASKED) -> list[Task]:
+    return tasks_of(prompts, partial(encode, model, True), SAMPLING, repeat)
 
 
 def trials(model: Model, repeat: int = 2) -> list[Trial]:
@@ -118,7 +120,7 @@ def test_different_tokens_are_reported(model):
 
 def test_flat_pass_costs_give_a_speedup(tmp_path, monkeypatch):
     """Passes that cost the same at any width: speculation must gain, whoever decides."""
-    prompts = [BenchPrompt("letters", "abcdef"[i:] + "abc") for i in range(5)]
+    prompts = [Prompt("letters", "abcdef"[i:] + "abc") for i in range(5)]
     model, _ = shared_model(tmp_path, monkeypatch, {1: 1.0, 96: 1.0}, sigma=0.5, count=1)
     with model:
         options = GenerateOptions(max_tokens=48)
@@ -145,7 +147,7 @@ def test_verify_sees_a_log_probability_that_differs_where_it_may_not(model):
 # -- statistics of a benchmark: spreads, verdicts, calibration, lengths. Computed by hand, no model
 
 
-TASK = Task(BenchPrompt("a", "b"), (1,), Sampling())
+TASK = Task(Prompt("a", "b"), (1,), Sampling())
 
 
 def measurement(tokens: int = 11, seconds: float = 1.0, prefill_s: float = 0.5, **stats: int) -> Measurement:
@@ -255,8 +257,8 @@ def test_the_balance_is_exact() -> None:
 VOCABULARY = LetterVocabulary(12, end_id=11)
 
 
-def prompts_of(domain: str, count: int) -> list[BenchPrompt]:
-    return [BenchPrompt(domain, f"{domain} number {index}") for index in range(count)]
+def prompts_of(domain: str, count: int) -> list[Prompt]:
+    return [Prompt(domain, f"{domain} number {index}") for index in range(count)]
 
 
 def test_plain_lines_are_prompts(tmp_path):
@@ -283,7 +285,7 @@ def test_bad_prompt_files_are_refused(tmp_path, name, contents, said):
 
 
 def test_domains_take_turns_and_what_does_not_fit_is_left_out():
-    domains = {"a": [*prompts_of("a", 3), BenchPrompt("a", "a number 1")], "b": prompts_of("b", 2)}
+    domains = {"a": [*prompts_of("a", 3), Prompt("a", "a number 1")], "b": prompts_of("b", 2)}
     chosen, too_long = choose(domains, lambda prompt: prompt.text != "a number 0")
     assert [prompt.text for prompt in chosen] == ["a number 1", "b number 0", "a number 2", "b number 1"]
     assert too_long == 1

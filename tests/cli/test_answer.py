@@ -34,10 +34,6 @@ def test_lines_end_between_words_however_the_text_comes(step, columns):
     assert lines[-1] == "Then it sleeps." or columns < 15
 
 
-def test_a_text_that_fits_is_unchanged():
-    assert wrapped(TEXT, 60) == TEXT
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -52,12 +48,9 @@ def test_code_tables_and_long_words_stay_as_they_are(text):
     assert wrapped(text, 20) == text
 
 
-def test_text_after_code_is_wrapped_again():
+def test_text_after_code_is_wrapped_again_and_wide_characters_are_not_held_back():
+    assert WordWrap().push("今日は") == "今日は" and wrapped(TEXT, 60) == TEXT
     assert wrapped("```\na b c d e f g h\n```\naa bb cc dd", 8) == "```\na b c d e f g h\n```\naa bb cc\ndd"
-
-
-def test_wide_characters_are_not_held_back():
-    assert WordWrap().push("今日は") == "今日は"
 
 
 CALL = '<tool_call>{"name": "FindBus", "arguments": {"to": "Fresno", "seats": 2}}</tool_call>'

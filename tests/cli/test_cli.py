@@ -20,7 +20,7 @@ from edgespec.cli import run as piped
 from edgespec.cli.main import ALIASES, COMMANDS, cli
 from edgespec.errors import PromptError
 from edgespec.formats.manifest import MANIFEST
-from edgespec.installation import swap_command
+from edgespec.installation import install_command
 from tiny_gguf import Shape, write_model
 
 EVERYDAY = "chat run serve ls show pull plan bench export doctor"
@@ -47,15 +47,12 @@ def test_json_is_one_object_with_exactly_the_promised_keys(pair):
     asked = ("generate", *pair, "-p", "hello", "-n", "8", "--seed", "7")
     answer = json.loads(run(*asked, "--json").stdout)
     assert run(*asked).stdout == answer["text"].removesuffix("\n") + "\n"
-    assert set(answer) == KEYS
-    assert set(answer["stats"]) == STATS_KEYS
-    assert answer["seed"] == 7
-    assert answer["drafter"] == "auto"
-    assert answer["lossless"] is True
-    assert answer["stats"]["new_tokens"] == len(answer["token_ids"]) <= 8
-    assert answer["stats"]["prompt_tokens"] == len(answer["prompt_token_ids"]) > 0
-    assert answer["stats"]["wall_s"] > 0
-    assert answer["stats"]["peak_rss_bytes"] > 10**6
+    stats = answer["stats"]
+    assert (set(answer), set(stats)) == (KEYS, STATS_KEYS)
+    assert (answer["seed"], answer["drafter"], answer["lossless"]) == (7, "auto", True)
+    assert stats["new_tokens"] == len(answer["token_ids"]) <= 8
+    assert stats["prompt_tokens"] == len(answer["prompt_token_ids"]) > 0
+    assert stats["wall_s"] > 0 and stats["peak_rss_bytes"] > 10**6
 
 
 @pytest.mark.usefixtures("fresh_seeds")
@@ -65,9 +62,8 @@ def test_a_random_seed_is_reported_and_gives_the_text_again(pair):
     again = run("generate", *pair, "-p", "hello", "-n", "12", "--seed", seed)
     assert again.stdout == first.stdout
     assert re.findall(r"seed (\d+)", run("generate", *pair, "-p", "hello", "-n", "1", "-v").stderr) != [seed]
-    for _ in range(2):  # llama.cpp's way to ask for one
-        asked = run("generate", *pair, "-p", "hello", "-n", "1", "--seed", "-1", "--json")
-        assert json.loads(asked.stdout)["seed"] not in (-1, 0, int(seed))
+    asked = run("generate", *pair, "-p", "hello", "-n", "1", "--seed", "-1", "--json")  # llama.cpp's way to ask for one
+    assert json.loads(asked.stdout)["seed"] not in (-1, 0, int(seed))
 
 
 def test_the_prompt_comes_from_a_pipe(pair):
@@ -89,7 +85,6 @@ def test_the_template_can_be_left_out(pair):
 _X = ("generate", "-p", "x")
 REFUSED = [
     (["generate", "demoo", "-p", "x"], "no model 'demoo'"),
-    (["generate", "nothing.gguf", "-p", "x"], "nothing.gguf"),
     ([*_X, "-md", "nothing.gguf"], "nothing.gguf"),
     (["genrate"], "no such command 'genrate'; did you mean 'generate'?"),
     (["xyzzy"], f"known: {', '.join(COMMANDS)}"),
@@ -98,12 +93,9 @@ REFUSED = [
     (["verify", "demo", "--drafter", "none"], "turns speculation off"),
     ([*_X, "-c", "64", "-p", "many words " * 200], "tokens but the context holds only 64"),
     (["chat", "--tmep", "1"], "no such option '--tmep'; did you mean '--temp'?"),
-    ([*_X, "--draft-lenght", "1"], "no such option '--draft-lenght'; did you mean '--draft-length'?"),
     ([*_X, "--temp", "nan"], "--temp must be a number"),
-    ([*_X, "-n", "0"], "max-tokens must be -1 or a whole number of at least 1"),
     ([*_X, "-n"], "'-n' requires an argument"),
     ([*_X, "--stop", ""], "stop contains an empty string"),
-    ([*_X, "--verify", "rejection", "--reproducible"], "does not work with"),
     ([*_X, "-s", "x", "--no-chat-template"], "--system needs the chat template"),
     ([*_X, "other", "-m", "another"], "two models"),
     ([*_X, "--config", "/nonexistent.toml"], "/nonexistent.toml cannot be read: No such file"),
@@ -317,21 +309,16 @@ def test_doctor_tells_how_to_build_llama_cpp_for_other_devices(monkeypatch):
     assert re.search(r"several machines \(RPC\): not in this build: .*(GGML_RPC=ON|--backend rpc)", shown)
 
 
-def test_doctor_tells_of_two_builds_of_onnx_runtime(monkeypatch):
+def test_doctor_tells_of_two_builds_of_onnx_runtime_and_of_an_engine_that_cannot_start(monkeypatch):
     monkeypatch.setattr("edgespec.cli.doctor._is_installed", lambda package: True)
-    result = run("doctor")
-    assert result.exit_code == 1 and result.stdout.startswith("Not ready: 1 problem")
-    (problem,) = [line for line in result.stdout.splitlines() if line.startswith("problem: ")]
-    assert "onnxruntime and onnxruntime-gpu overwrite each other's files" in problem
-    assert swap_command("onnxruntime", "onnxruntime-gpu") in problem
-
-
-def test_doctor_explains_an_engine_that_cannot_start(monkeypatch):
     monkeypatch.setattr("edgespec.contained.sys.executable", "/nonexistent/python")
     result = run("doctor")
-    assert result.exit_code == 1
+    assert result.exit_code == 1 and result.stdout.startswith("Not ready: 2 problems")
     assert "engine llamacpp: NOT available" in result.stdout
-    assert "problem: asking llama.cpp failed" in result.stdout
+    builds, llamacpp = sorted(line for line in result.stdout.splitlines() if line.startswith("problem: "))[::-1]
+    assert "onnxruntime and onnxruntime-gpu overwrite each other's files" in builds
+    assert install_command("gpu") in builds
+    assert "asking llama.cpp failed" in llamacpp
 
 
 @pytest.mark.parametrize(("terminal", "has_codes"), [("xterm", True), ("dumb", False)])

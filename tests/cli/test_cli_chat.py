@@ -113,10 +113,11 @@ def test_continue_goes_on_with_a_cut_answer(tmp_path):
 
 def test_save_load_and_clear(model, tmp_path):
     path = tmp_path / "my conversation.json"
-    chat([*model, "-s", "be brief"], "one", f"/save {path}")
+    first = chat([*model, "-s", "be brief"], "one", f"/save {path}")
     again = tmp_path / "again.json"
     result = chat(model, f"/load {path}", f"/save {again}", "/clear", f"/save {path}")
     assert result.exit_code == 0
+    assert all(shown in result.stderr for shown in ("> one", first.stdout.strip(), "loaded 1 exchange"))
     assert [message["role"] for message in saved(again)] == ["system", "user", "assistant"]
     assert [message["role"] for message in saved(path)] == ["system"]
 
@@ -159,23 +160,17 @@ def test_unset_takes_a_setting_back(model):
 
 BAD = {
     "/unset": "/unset alone does nothing; /unset NAME",
-    "/unset tmep": "unknown setting 'tmep'; did you mean 'temp'?",
     "/unset chat-template": "chat-template is on in every chat",
-    "/hlep": "no such command /hlep; did you mean '/help'?",
     "/xyzzy": "no such command /xyzzy; /help lists them",
     "/temp 0.5": "no such command /temp; did you mean '/set temp VALUE'?",
     "/set temp warm": "/set temp must be a number from 0 to 100, got 'warm'",
-    "/set temp nan": "/set temp must be a number",
     "/set temp": "needs a name and a value",
-    "/set threads two": "/set threads must be a whole number of at least 1",
-    "/model nothing-like-it": "no model 'nothing-like-it'",
     "/set allowed-host x": "allowed-host is a setting of edgespec serve",
     "/set drafter eagle": "drafter 'eagle' needs",
     "/set regex (": "regex",
     "/set draft-length 99": "/set draft-length must be auto or a whole number from 0 to 64",
     "/save": "/save alone does nothing; /save FILE: save the conversation",
     "/read /nonexistent": "/read: the file '/nonexistent' cannot be read",
-    "/load /nonexistent.json": "/nonexistent.json cannot be read",
 }
 
 
@@ -186,14 +181,8 @@ def test_a_bad_command_is_one_line_and_the_chat_goes_on(model):
     for error, said in zip(errors, BAD.values(), strict=True):
         assert said in error
     assert result.stdout.strip(), "the message after it is answered"
+    assert "drafter = eagle" not in result.stderr
     assert chat(model, "/save").exit_code in (1, 2), "a pipe learns of it"
-
-
-def test_a_drafter_that_is_missing_is_said_when_it_is_set(target_path):
-    result = chat(["-m", str(target_path), "--seed", "1", "-n", "8"], "/set drafter model", "hello", "/show")
-    (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert "model" in error and "drafter = model" not in result.stderr
-    assert result.stdout.strip() and re.search(r"^drafter +auto *$", result.stderr, re.MULTILINE)
 
 
 def test_a_file_goes_behind_the_next_message(model, tmp_path):
@@ -229,16 +218,11 @@ def test_every_command_is_in_the_help(model):
     assert all(name in text for name in COMMANDS)
 
 
-def test_a_message_may_have_several_lines(model, tmp_path):
+def test_a_message_may_have_several_lines_and_begin_with_a_slash(model, tmp_path):
     path = tmp_path / "saved.json"
-    chat(model, '"""one', "/two", 'three"""', '"""', "alone", '"""', '"""same line"""', f"/save {path}")
-    assert asked(path) == ["one\n/two\nthree", "alone", "same line"]
-
-
-def test_what_begins_with_a_slash_and_is_no_command_is_said(model, tmp_path):
-    path = tmp_path / "saved.json"
-    chat(model, FENCE, "/exit now?", FENCE, "/usr/bin/env is missing", f"/save {path}")
-    assert asked(path) == ["/exit now?", "/usr/bin/env is missing"]
+    lines = ('"""one', "/two", 'three"""', '"""', "alone", '"""', '"""same line"""', FENCE, "/exit now?", FENCE)
+    chat(model, *lines, "/usr/bin/env is missing", f"/save {path}")
+    assert asked(path) == ["one\n/two\nthree", "alone", "same line", "/exit now?", "/usr/bin/env is missing"]
 
 
 def test_a_full_context_drops_the_oldest_turns_and_says_so(model, tmp_path):

@@ -40,13 +40,10 @@ def asked(answers: str) -> tuple[str | None, str]:
         return found, shown.getvalue().decode()
 
 
-def test_nothing_is_asked_without_a_terminal_or_where_a_model_or_an_engine_is_named(terminal: None) -> None:
-    assert first_model(Settings({"model": "demo"}, {})) is None
-    assert first_model(Settings({"engine": "onnx"}, {})) is None
-
-
-def test_a_pipe_gets_the_demo() -> None:
+def test_nothing_is_asked_in_a_pipe_or_where_a_model_or_an_engine_is_named() -> None:
     assert asked("") == (None, "")
+    for named in ({"model": "demo"}, {"engine": "onnx"}):
+        assert first_model(Settings(named, {})) is None
 
 
 def test_who_declines_is_not_asked_again(terminal: None) -> None:

@@ -130,18 +130,6 @@ def test_a_base_model_is_refused_before_it_is_loaded_with_what_works(base_path, 
     assert works.exit_code == 0, works.stderr
 
 
-# in the chat
-
-
-def test_a_loaded_conversation_is_shown(model, tmp_path):
-    path = tmp_path / "saved.json"
-    first = run("chat", *model, stdin=f"what time is it\n/save {path}\n")
-    shown = run("chat", *model, stdin=f"/load {path}\n").stderr
-    assert "> what time is it" in shown
-    assert first.stdout.strip() in shown
-    assert "loaded 1 exchange" in shown
-
-
 @pytest.mark.parametrize("word", ["/bye", "/quit", "/exit"])
 def test_several_words_leave(model, word):
     result = run("chat", *model, stdin=f"{word}\nhello\n")

@@ -132,28 +132,17 @@ def test_a_name_may_begin_with_any_letter(folder: Path) -> None:
     [
         (["repl", "qwen3-8b"], "did you mean 'chat'?"),
         (["run", "qwen3:8b", "hi"], "edgespec pull qwen3:8b fetches it"),
-        (["run", "qwen3:8b-q8_0", "hi"], "edgespec pull qwen3:8b-q8_0 fetches it"),
-        (["run", "llama3.2", "hi"], "edgespec pull llama3.2 fetches it"),
-        (["delete", "x"], "did you mean 'rm'?"),
         (["create", "x", "-f", "Modelfile"], "edgespec add FILE --name NAME"),
-        (["ps"], "nothing stays loaded"),
-        (["version"], "edgespec --version"),
         (["generate", "--n-predict", "5"], "did you mean '--max-tokens'?"),
-        (["chat", "--draft", "5"], "did you mean '--draft-length'?"),
-        (["chat", "--nothink"], "did you mean '--no-thinking'?"),
         (["run", "--think=false", "x"], "--no-thinking turns it off"),
         (["generate", "--prompt-cache", "x"], "no such option '--prompt-cache'"),
         (["chat", "--prompt-cache", "x"], "did you mean '--session'?"),
         (["generate", "--file", "x"], "-p - < FILE"),
-        (["generate", "-cnv"], "edgespec chat holds"),
         (["generate", "-temp", "0"], "no such option '-temp'; did you mean '--temp'?"),
         (["chat", "--lora", "x"], "merge them into the model"),
-        (["chat", "-r", "User:"], "did you mean '--stop'?"),
         (["generate", "-p", "x", "--top-k", "-2"], "0 or -1 keeps all"),
         (["chat", "demo", "hello"], "edgespec run MODEL 'TEXT' answers one prompt"),
-        (["generate", "-p", "x", "-n", "-2"], "must be -1 or a whole number of at least 1"),
         (["generate", "-p", "x", "-c", "-1"], "0 or max is the model's own"),
-        (["generate", "-p", "x", "-t", "0"], "must be a whole number of at least 1"),
         (["pull", "demo"], "is already on this machine; run it with: edgespec chat demo"),
     ],
 )
@@ -169,11 +158,9 @@ def test_help_is_a_word() -> None:
         assert helped.exit_code == 0 and helped.output == run(*same).output
 
 
-@pytest.mark.parametrize("word", ["--log-colours", "--cpu-range", "--simple-io", "--slots-idle", "--edit"])
+@pytest.mark.parametrize("word", ["--log-colours", "--cpu-range", "--edit"])
 def test_what_is_not_alike_is_not_suggested(word: str) -> None:
-    for command in ("serve", "run"):
-        found = run(command, word)
-        assert f"no such option '{word}'; see edgespec {command} --help" in " ".join(found.output.split())
+    assert f"no such option '{word}'; see edgespec serve --help" in " ".join(run("serve", word).output.split())
 
 
 def test_a_file_is_not_to_be_pulled(folder: Path) -> None:
@@ -192,12 +179,6 @@ def test_a_file_is_not_to_be_pulled(folder: Path) -> None:
 def test_an_unknown_variable_names_one_that_is_alike(monkeypatch: pytest.MonkeyPatch, variable: str, said: str) -> None:
     monkeypatch.setenv(variable, "1")
     assert said in refused("plan", "demo")
-
-
-def test_a_broken_schema_is_named(folder: Path) -> None:
-    file = folder / "answer.json"
-    file.write_text('{"type": "object",')
-    assert "--json-schema is not valid JSON" in refused("generate", "-p", "x", "--json-schema", str(file))
 
 
 def test_a_byte_order_mark_is_no_part_of_a_file(folder: Path) -> None:

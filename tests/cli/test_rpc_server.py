@@ -23,20 +23,16 @@ def served(monkeypatch) -> list[tuple[str, dict[str, object]]]:
     return calls
 
 
-def test_it_serves_the_loopback_without_a_warning(served):
-    port = str(free_port())
-    result = run("--port", port, "-t", "3", "--device", "Vulkan0, CPU")
-    assert served == [(f"127.0.0.1:{port}", {"threads": 3, "names": ("Vulkan0", "CPU"), "cache_folder": None})]
-    assert f"--rpc 127.0.0.1:{port}" in result.stdout
-    assert "WARNING" not in result.stderr
-    assert result.exit_code == 1 and "stopped by itself" in result.stderr  # it should never return
-
-
-def test_another_address_is_served_with_a_warning(served, tmp_path, monkeypatch):
+def test_another_address_than_the_loopback_is_served_with_a_warning(served, tmp_path, monkeypatch):
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
     port = str(free_port())
-    result = run("--host", "0.0.0.0", "--port", port, "--cache")
-    assert "WARNING: an RPC server has no password" in result.stderr
-    assert f"--rpc ADDRESS:{port}" in result.stdout
-    assert served[0][1]["cache_folder"] == tmp_path / "cache" / "rpc"
-    assert (tmp_path / "cache" / "rpc").is_dir()
+    alone = run("--port", port, "-t", "3", "--device", "Vulkan0, CPU")
+    assert "WARNING" not in alone.stderr and f"--rpc 127.0.0.1:{port}" in alone.stdout
+    assert alone.exit_code == 1 and "stopped by itself" in alone.stderr  # it should never return
+    result = run("--host", "0.0.0.0", "--port", port, "-t", "3", "--cache")
+    assert "WARNING: an RPC server has no password" in result.stderr and f"--rpc ADDRESS:{port}" in result.stdout
+    folder = tmp_path / "cache" / "rpc"
+    assert folder.is_dir() and served == [
+        (f"127.0.0.1:{port}", {"threads": 3, "names": ("Vulkan0", "CPU"), "cache_folder": None}),
+        (f"0.0.0.0:{port}", {"threads": 3, "names": (), "cache_folder": folder}),
+    ]

@@ -51,19 +51,9 @@ def test_an_answer_that_is_cut_before_its_end_is_an_error(pair, structure: list[
     assert not quiet or json.loads(result.stdout)["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--json-schema", "nowhere.json"], "the file 'nowhere.json' cannot be read: No such file"),
-        (["--json-schema", '{"properties": {"a": {"type": "strin"}}}'], "cannot be used: Invalid type: strin"),
-        (["--free-until", "</think>"], "free-until needs json-schema"),
-    ],
-)
-def test_a_mistake_is_one_line(pair, arguments: list[str], words: str):
-    refusal(run("generate", *pair, "-p", "x", *arguments), words)
-
-
 def test_a_config_file_and_the_environment_name_a_schema_too(tmp_path: Path):
+    wrong = run("generate", "demo", "-p", "x", "--json-schema", "nowhere.json")
+    refusal(wrong, "the file 'nowhere.json' cannot be read: No such file")
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(SCHEMA), encoding="utf-8")
     config = tmp_path / "config.toml"
@@ -72,8 +62,3 @@ def test_a_config_file_and_the_environment_name_a_schema_too(tmp_path: Path):
         assert GenerateOptions(**settings.part("generate")).json_schema == json.dumps(SCHEMA)
     with pytest.raises(ConfigError, match="EDGESPEC_GRAMMAR: the file 'gone' cannot be read"):
         resolve({}, {"EDGESPEC_GRAMMAR": "gone", "EDGESPEC_CONFIG": ""})
-
-
-def test_serving_has_no_structure_of_its_own():
-    result = run("serve", "--regex", "a")
-    assert result.exit_code == 2 and "--regex" in result.stderr

@@ -65,6 +65,13 @@ def test_without_any_engine_only_doctor_complains():
     assert len(done.stderr.splitlines()) == 1 and " needs llama.cpp, which is not installed here: " in done.stderr
 
 
+def test_a_server_without_its_libraries_names_the_command():
+    done = run("serve", without=("starlette", "uvicorn"))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: edgespec serve needs starlette and uvicorn") and "install" in line
+
+
 @pytest.mark.parametrize("package", ["onnx", "tokenizers"])
 def test_a_damaged_installation_names_its_repair(package: str):
     done = run("generate", "-p", "hello", without=("llama_cpp", package))

@@ -455,25 +455,19 @@ def test_what_was_learnt_serves_the_next_run() -> None:
     assert later.run(second, texts) < cold.run(cold.auto(), texts)
 
 
+def learnt(value: object) -> dict[str, object]:
+    return {"kinds": {"greedy": {"model": value}}}
+
+
 @pytest.mark.parametrize(
     "kept",
     [
-        None,
-        17,
-        [],
-        "greedy",
-        {"kinds": 3},
-        *({"kinds": {"greedy": {"model": [[], [], value]}}} for value in (None, "x", -1.0, 1e9, float("nan"))),
-        {"kinds": {"greedy": None}},
-        {"kinds": {"greedy": {"model": None}}},
-        {"kinds": {"greedy": {"model": 3}}},
-        {"kinds": {"greedy": {"model": [[], []]}}},
-        {"kinds": {"greedy": {"model": {"calibrator": 1}}}},
-        *({"kinds": {"greedy": {"model": [[value], [1.0], 1.0]}}} for value in (float("nan"), float("inf"), "x", None)),
-        *({"kinds": {"greedy": {"model": [[1.0], [value], 1.0]}}} for value in (float("nan"), float("inf"), 0.0, "x")),
-        {"kinds": {"greedy": {"model": [[1, 2], [3], 1.0]}}},
-        {"kinds": {"greedy": {"ngram": [["a", 1, 2, 3]]}}},
-        {"kinds": {"greedy": {"ngram": [[2, 0, 50, 3]]}}},
+        *(None, 17, [], "greedy", {"kinds": 3}, {"kinds": {"greedy": None}}),
+        *map(learnt, (None, 3, [[], []], {"calibrator": 1}, [[1, 2], [3], 1.0])),
+        *(learnt([[], [], value]) for value in (None, "x", -1.0, 1e9, float("nan"))),
+        *(learnt([[value], [1.0], 1.0]) for value in (float("nan"), float("inf"), "x", None)),
+        *(learnt([[1.0], [value], 1.0]) for value in (float("nan"), float("inf"), 0.0, "x")),
+        *({"kinds": {"greedy": {"ngram": [value]}}} for value in (["a", 1, 2, 3], [2, 0, 50, 3])),
         {"kinds": {"greedy": {"unknown": [1, 2]}, "nonsense": {"model": [1, 2]}}},
     ],
 )

@@ -46,12 +46,6 @@ TRACES = 10_000
 TOLERANCE_S = 1e-9
 
 
-def test_a_round_that_it_cannot_pay_is_refused_and_no_other() -> None:
-    bank = TimeBank(share=0.02, balance_s=1.0)
-    assert bank.can_pay(1.0 + 1.02 * 0.5, plain_s=0.5)
-    assert not bank.can_pay(1.0 + 1.02 * 0.5 + 1e-9, plain_s=0.5)
-
-
 def test_what_rounds_do_to_the_balance() -> None:
     bank = TimeBank(share=0.1, balance_s=0.0)
     bank.settle(num_tokens=3, round_s=2.0, plain_s=1.0)
@@ -81,16 +75,6 @@ def test_the_bound_holds_for_any_policy_that_asks_the_bank() -> None:
             bank.settle(gained, round_s, plain_s)
             elapsed_s, tokens = elapsed_s + round_s, tokens + gained
             assert elapsed_s <= (1.0 + share) * tokens * plain_s + start_s + TOLERANCE_S
-
-
-def test_a_stall_is_charged_as_a_fine_that_doubles() -> None:
-    bank = TimeBank(share=0.02, balance_s=0.0)
-    usual_s = 1.5 * 2.0 + 0.5  # of work that is known to take 2 s, where a plain pass takes 1 s
-    assert bank.own_work(usual_s, 2.0, plain_s=1.0) == usual_s
-    for fine_s in (0.25, 0.5, 1.0, 2.0):
-        assert bank.own_work(1000.0, 2.0, plain_s=1.0) == pytest.approx(usual_s + fine_s)
-    assert bank.own_work(usual_s + 3.0, 2.0, plain_s=1.0) == usual_s + 3.0  # a fine is never more than what was lost
-    assert bank.own_work(1000.0, math.inf, plain_s=1.0) == 1000.0  # nothing is known of it: it is believed
 
 
 def test_fines_are_halved_when_stalls_stay_away() -> None:

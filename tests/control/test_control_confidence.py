@@ -85,16 +85,6 @@ def test_a_logistic_stays_inside_its_bounds() -> None:
     assert 0.0 < calibrator.predictor()((-1e6, 1e6)) < calibrator.predictor()((1e6, -1e6)) < 1.0
 
 
-def test_a_predictor_says_what_is_known_when_it_is_asked_for() -> None:
-    rng, calibrator = np.random.default_rng(0), Logistic()
-    for _ in range(100):
-        evidence = tuple(rng.integers(2, 5, 3).astype(float).tolist())
-        calibrator.observe(evidence, accepted=bool(rng.random() < 0.6))
-    predict, before = calibrator.predictor(), calibrator.predictor()(evidence)
-    calibrator.observe(evidence, accepted=False)
-    assert predict(evidence) == before != calibrator.predictor()(evidence)
-
-
 # -- drafts that were not verified
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-import time
 from collections.abc import Iterator
 from operator import truediv
 
 import pytest
 
-from edgespec.contained import Child, ChildEnded, Containment, Overrun, Unwanted, is_wanted
+from edgespec.contained import Child, ChildEnded, Containment, Overrun
 
 
 @pytest.fixture(scope="module")
@@ -49,22 +48,6 @@ def test_a_child_that_died_while_it_had_nothing_to_do_is_told() -> None:
         child._process.wait()
         with pytest.raises(ChildEnded):
             child.call(abs, -2, limit_s=60)
-
-
-def test_what_nobody_wants_ends(children: Containment) -> None:
-    ended = threading.Event()
-
-    def work() -> None:
-        is_wanted.set(lambda: not ended.is_set())
-        with pytest.raises(Unwanted):
-            children.run(time.sleep, 600)
-        ended.clear()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    ended.set()
-    thread.join(60)
-    assert not thread.is_alive() and not ended.is_set()
 
 
 def test_more_calls_than_children_wait_for_each_other(children: Containment) -> None:

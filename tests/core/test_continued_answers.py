@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 import edgespec
-from demo import TEST_THREADS
+from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.chat.marks import CHANNELS, KNOWN_MARKS, ChannelSplitter, Marks, control_text, reasoning_marks
 from edgespec.chat.reasoning import Reasoning, ReasoningSplitter
 from edgespec.chat.template import answer_prefix, encode_messages
+from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import PromptError
 from edgespec.vocabulary import Vocabulary
 from tiny_gguf import TEMPLATE, write_model
@@ -22,8 +23,8 @@ from tiny_gguf import TEMPLATE, write_model
 QUESTION = [{"role": "user", "content": "Find me a restaurant in San Jose."}]
 GREEDY = Sampling(temperature=0.0)
 CHATML = (
-    "{% for m in messages %}<im>{{ m.role }}\n{{ m.content | trim }}</im>\n{% endfor %}"
-    "{% if add_generation_prompt %}<im>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}</im>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # What templates of several families do to an assistant's text; the rest of each is as above.
 CUTS_THOUGHTS = CHATML.replace("m.content | trim", "m.content.split('</think>')[-1].lstrip('\\n')")
@@ -34,41 +35,24 @@ EMPTY_THOUGHTS = CHATML.replace(
 LAST_IS_OPEN = CHATML.replace("</im>\n{% endfor", "{% if not loop.last %}</im>\n{% endif %}{% endfor")
 TWICE = "{{ messages[-1].content[:3] }}{{ messages[-1].content }}!" + CHATML
 ANSWERS_LEFT_OUT = CHATML.replace(
-    "<im>{{ m.role }}\n{{ m.content | trim }}</im>\n", "{% if m.role == 'user' %}x{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content | trim }}</im>\n", "{% if m.role == 'user' %}x{% endif %}"
 )
 REFUSES = "{% if messages[-1].role != 'user' %}{{ raise_exception('the last message must be a question') }}{% endif %}"
 
 
-class Characters(Vocabulary):
-    """Code points as ids, and one control token, `<im>`, beyond them."""
-
-    size, bos_id, adds_bos, end_ids, chat_template = 0x110001, None, False, frozenset[int](), CHATML
-
-    def __init__(self, template: str = CHATML) -> None:
-        self.chat_template = template
-
-    control_names = ("<im>",)  # type: ignore[assignment]
-    printed_names = ()
-
-    def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:
-        parts = text.split("<im>") if parse_special else [text]
-        found = [ord(letter) for letter in parts[0]]
-        for part in parts[1:]:
-            found += [0x110000, *map(ord, part)]
-        return found
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return b"" if token_id == 0x110000 else chr(token_id).encode()
-
-    def token_name(self, token_id: int) -> str:
-        return "<im>" if token_id == 0x110000 else chr(token_id)
+def vocabulary(template: str) -> Vocabulary:
+    """The demo's, with another template."""
+    found = TokenizerFile(DEMO / "onnx" / "target", 4096)
+    found.chat_template = template
+    return found
 
 
 def prompt(text: str, template: str = CHATML, **fields: Any) -> str:
     """The prompt of a conversation whose last message is an assistant's `text`; `|` is the control token."""
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text} | fields]
-    ids = encode_messages(Characters(template), messages, None, "m")
-    return "".join("|" if token_id == 0x110000 else chr(token_id) for token_id in ids)
+    demo = vocabulary(template)
+    pieces = [demo.piece(token_id) or b"|" for token_id in encode_messages(demo, messages, None, "m")]
+    return b"".join(pieces).decode()
 
 
 @pytest.mark.parametrize("template", [CHATML, CUTS_THOUGHTS, LAST_IS_OPEN])
@@ -109,11 +93,11 @@ def test_a_template_that_cannot_is_a_clear_error(template: str, said: str) -> No
 
 def test_an_answer_that_has_begun_reasons_no_more() -> None:
     template = CHATML + "{# <think> #}"
-    assert Reasoning.of(Characters(template), []) == Reasoning(KNOWN_MARKS[0])
-    assert Reasoning.of(Characters(template), [], "<think>Hm.</think>So") is None
-    assert Reasoning.of(Characters(template), [], "<think>Hm") == Reasoning(KNOWN_MARKS[0], is_open=True)
-    assert Reasoning.of(Characters(CHATML), [], "So") is None
-    channels = Reasoning.of(Characters("<|channel|><|message|>"), [], "So")
+    assert Reasoning.of(vocabulary(template), []) == Reasoning(KNOWN_MARKS[0])
+    assert Reasoning.of(vocabulary(template), [], "<think>Hm.</think>So") is None
+    assert Reasoning.of(vocabulary(template), [], "<think>Hm") == Reasoning(KNOWN_MARKS[0], is_open=True)
+    assert Reasoning.of(vocabulary(CHATML), [], "So") is None
+    channels = Reasoning.of(vocabulary("<|channel|><|message|>"), [], "So")
     assert channels == Reasoning(CHANNELS, is_answering=True)
 
 
@@ -173,15 +157,12 @@ def split(text: str, step: int, *, is_open: bool = False, marks: Marks = THINK) 
         ("\n<think></think>Yes", False, ("", "Yes")),
         ("Yes <think>no</think>", False, ("", "Yes <think>no</think>")),
         ("  <thin", False, ("", "  <thin")),
-        ("<thick>", False, ("", "<thick>")),
         ("Hm.\n</think>\n\nYes", True, ("Hm.", "Yes")),
         ("<think>\nHm.</think>Yes </think>", True, ("Hm.", "Yes </think>")),
         ("</think>\nYes", True, ("", "Yes")),
         ("Hm. </thi", True, ("Hm. </thi", "")),
-        ("<thi", True, ("<thi", "")),
         ("<think>Hm.\n\n", False, ("Hm.", "")),
         ("<think>Hm.</think>\n\n", False, ("Hm.", "")),
-        ("", True, ("", "")),
         (" \n", False, ("", " \n")),
     ],
 )

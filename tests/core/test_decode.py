@@ -118,16 +118,6 @@ def test_never_drafts_more_than_may_be_emitted_or_scored(target: CachedSequence,
     assert max(record.width for record in wide.records) <= 16
 
 
-@pytest.mark.parametrize("length", [0, 1, 7])
-def test_text_ends_where_the_context_ends(target: CachedSequence, drafter: ModelDrafter, length: int) -> None:
-    plain = list(autoregressive(make_run(target, max_tokens=None)))
-    run = make_run(target, max_tokens=None)
-    events = list(speculative(run, FixedLength(drafter, length), coupled))
-    assert [event.token_id for event in events] == [event.token_id for event in plain]
-    assert events[-1].position == 63  # the prompt and the answer have 64 tokens together
-    assert run.stats.finish_reason == "length"
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("stop", ["", "e"])
 def test_a_row_that_nothing_can_be_sampled_from_counts_only_if_the_answer_goes_on(rule: str, stop: str) -> None:
@@ -169,14 +159,6 @@ def test_closing_early_leaves_a_consistent_cache(target: CachedSequence, drafter
     text = np.concatenate((PROMPT, np.array(begun, np.int32)))
     rest = list(speculative(make_run(target, text, max_tokens=20 - taken), FixedLength(drafter, 4), coupled))
     assert begun + [event.token_id for event in rest] == expected
-
-
-def test_the_cached_prefix_is_not_read_again(target: CachedSequence) -> None:
-    list(autoregressive(make_run(target, max_tokens=5)))
-    run = make_run(target, np.concatenate((target.token_ids, np.array([4, 4], np.int32))), max_tokens=1)
-    list(autoregressive(run))
-    assert run.stats.reused_tokens == 7
-    assert run.stats.prompt_tokens == 9
 
 
 @pytest.mark.parametrize("strikes_at", [1, 2, 5])
@@ -232,7 +214,7 @@ def test_cancel_raises_nothing_and_the_next_run_is_exact(target: CachedSequence,
 BYTES = [*(bytes([value]) for value in range(256)), b""]  # and one end token
 
 
-def shown(text: str | bytes, *stops: str, max_tokens: int | None = None) -> tuple[list[str], str | None]:
+def shown(text: str | bytes | list[int], *stops: str, max_tokens: int | None = None) -> tuple[list[str], str | None]:
     stream = TextStream(Words(BYTES, ends=(256,)), StopRules(frozenset({256}), stops, max_tokens))
     pieces, reason = [], None
     for token_id in text.encode() if isinstance(text, str) else text:
@@ -243,37 +225,25 @@ def shown(text: str | bytes, *stops: str, max_tokens: int | None = None) -> tupl
     return pieces, reason
 
 
-def test_text_ends_before_the_earliest_stop_string() -> None:
-    pieces, reason = shown("one STOP two", "STOP", "OP")
-    assert ("".join(pieces), reason) == ("one ", "stop")
+@pytest.mark.parametrize(
+    ("text", "stops", "most", "before", "reason"),
+    [
+        ("one STOP two", ("STOP", "OP"), None, "one ", "stop"),
+        ("aabaac", ("aabaac",), None, "", "stop"),
+        ("aabaab", ("aabaac",), None, "aab", None),
+        ("ab<", ("<stop>",), 3, "ab<", "length"),
+        ("🦊".encode()[:2], (), 2, "\ufffd", "length"),
+        ([ord("z"), 256], ("zz",), None, "z", "stop"),  # the end token prints nothing
+    ],
+)
+def test_where_a_text_ends(text: Any, stops: tuple[str, ...], most: int | None, before: str, reason: Any) -> None:
+    pieces, found = shown(text, *stops, max_tokens=most)
+    assert ("".join(pieces), found) == (before, reason)
 
 
-def test_a_possible_stop_string_is_held_back_and_released_when_it_is_none() -> None:
-    pieces, reason = shown("a<<b", "<<<")
-    assert pieces == ["a", "", "", "<<b"]
-    assert reason is None
-
-
-def test_overlapping_beginnings_hold_back_the_longest() -> None:
-    pieces, reason = shown("aabaac", "aabaac")
-    assert ("".join(pieces), reason) == ("", "stop")
-    pieces, _ = shown("aabaab", "aabaac")
-    assert "".join(pieces) == "aab"
-
-
-def test_split_utf8_waits_and_an_incomplete_one_ends_as_replacement() -> None:
+def test_what_may_become_a_stop_string_or_a_character_is_held_back() -> None:
+    assert shown("a<<b", "<<<") == (["a", "", "", "<<b"], None)
     assert shown("é")[0] == ["", "é"]
-    assert shown("🦊".encode()[:2], max_tokens=2) == (["", "\ufffd"], "length")
-
-
-def test_max_tokens_releases_what_was_held() -> None:
-    assert shown("ab<", "<stop>", max_tokens=3) == (["a", "b", "<"], "length")
-
-
-def test_end_token_prints_nothing_and_stops() -> None:
-    stream = TextStream(Words(BYTES, ends=(256,)), StopRules(frozenset({256}), ("zz",)))
-    assert stream.push(ord("z")) == ("", None)
-    assert stream.push(256) == ("z", "stop")
 
 
 def test_vocabulary_mismatch_names_the_first_token_that_differs() -> None:

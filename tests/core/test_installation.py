@@ -12,8 +12,8 @@ import pytest
 
 from edgespec import installation
 from edgespec.cli import main
-from edgespec.errors import CapabilityError, ModelNotFound, StateError
-from edgespec.installation import install_command, not_importable, reinstall_command, require_engine, requirements
+from edgespec.errors import ModelNotFound, StateError
+from edgespec.installation import install_command, not_importable, reinstall_command, requirements
 from edgespec.loading import own_models
 from edgespec.loading.catalogue import check_name
 
@@ -51,10 +51,6 @@ def test_elsewhere_the_packages_themselves_are_named(installed_elsewhere: None):
     """An index knows these packages, and edgespec perhaps not."""
     assert install_command("llamacpp") == f"{PIP} install 'llama-cpp-python<0.4,>=0.3.36'"
     assert install_command() == f"{PIP} install 'onnx>=1.19' 'onnxruntime>=1.31'"
-
-
-@POSIX
-def test_the_gpu_build_takes_the_place_of_the_other(installed_elsewhere: None):
     remove = f"{PIP} uninstall -y onnxruntime onnxruntime-gpu"
     assert install_command("gpu") == f"{remove}, then {PIP} install 'onnxruntime-gpu[cuda,cudnn]>=1.31'"
     assert reinstall_command("onnx") == f"{PIP} install --force-reinstall 'onnx>=1.19'"
@@ -64,13 +60,6 @@ def test_requirements_are_those_of_the_package(monkeypatch: pytest.MonkeyPatch):
     lines = ["onnx>=1.19", "torch>=2; extra == 'export'", "m>=3; extra == 'export'"]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: lines)
     assert requirements.__wrapped__() == {"": ["onnx>=1.19"], "export": ["torch>=2", "m>=3"]}
-
-
-@pytest.mark.parametrize(("engine", "name"), [("llamacpp", "llama.cpp"), ("onnx", "ONNX Runtime")])
-def test_a_missing_engine_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch, engine: str, name: str):
-    monkeypatch.setitem(sys.modules, installation.ENGINE_MODULES[engine], None)
-    with pytest.raises(CapabilityError, match=rf"^x\.gguf needs {name}, which is not installed here: .* install "):
-        require_engine(engine, "x.gguf")
 
 
 @pytest.mark.parametrize(

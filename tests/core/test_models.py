@@ -66,12 +66,6 @@ def test_a_name_is_a_pair_and_the_users_folder_comes_before_the_checkout(home: P
     assert models.registered_folders()["demo"] == home / "demo"
 
 
-def test_an_unknown_name_suggests_the_nearest(home: Path):
-    write_pair(home / "pair")
-    with pytest.raises(ModelNotFound, match=r"'pare'.*did you mean 'pair'.*known names: demo, pair"):
-        resolve("pare")
-
-
 def test_paths(home: Path, tmp_path: Path):
     folder = write_pair(tmp_path / "elsewhere")
     assert resolve(str(folder)).draft == folder / "d.gguf"
@@ -104,6 +98,9 @@ def test_a_folder_that_is_given_as_draft_is_the_model_in_it(home: Path, tmp_path
 
 @pytest.mark.parametrize("text", ["absent.gguf", "no/such/folder", "./demo2"])
 def test_a_missing_path_is_not_taken_for_a_name(home: Path, text: str):
+    write_pair(home / "pair")
+    with pytest.raises(ModelNotFound, match=r"'pare'.*did you mean 'pair'.*known names: demo, pair"):
+        resolve("pare")
     with pytest.raises(ModelNotFound, match=r"no model .*or give a \.gguf or \.onnx file"):
         resolve(text)
 
@@ -130,7 +127,6 @@ def test_other_files_are_refused(home: Path, tmp_path: Path):
     [
         ({"head": "format = 1\nname = "}, r"cannot be read: .*line 2"),
         ({"head": "format = 2"}, "format is 2; this edgespec reads 1"),
-        ({"head": 'name = "pair"'}, "format is None"),
         ({"head": 'format = 1\ndescripton = "x"'}, "unknown field `descripton`"),
         ({"target": ""}, r"files\.target is missing"),
         ({"draft": '[files.draft]\npath = "d.gguf"\nbytes = 13'}, r"`sha256` - at `\$\.files"),
@@ -214,12 +210,7 @@ def test_every_file_of_the_catalogue_travels_in_the_wheel():
 def test_a_damaged_catalogue_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "x.toml"
     monkeypatch.setattr(catalogue, "shipped_models", lambda: tmp_path)
-    for text in (
-        "format = 2",
-        "format = 1\nfamily = 'x'",
-        "format =",
-        "format = 1\nfamily='x'\nlicence='y'\n[models.a]",
-    ):
+    for text in ("format = 2", "format =", "format = 1\nfamily='x'\nlicence='y'\n[models.a]"):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(ModelFileError, match=r"x\.toml is damaged: .*install edgespec again"):
             entries.__wrapped__()
@@ -232,7 +223,6 @@ def test_a_damaged_catalogue_is_one_error(tmp_path: Path, monkeypatch: pytest.Mo
         ("Qwen3-8B:Q8_0", "qwen3-8b-q8_0", "Qwen/Qwen3-8B-GGUF", "Q8_0"),
         ("Org/Some-Model-GGUF:Q4_K_M", "Some-Model-q4_k_m", "Org/Some-Model-GGUF", "Q4_K_M"),
         ("https://huggingface.co/Org/Some-Model-GGUF/tree/main", "Some-Model", "Org/Some-Model-GGUF", ""),
-        ("hf.co/Org/Some-Model-GGUF:Q8_0", "Some-Model-q8_0", "Org/Some-Model-GGUF", "Q8_0"),
         ("https://hf.co/Org/M/resolve/v2/sub/m-Q8_0.gguf", "M-m-q8_0", "Org/M", "sub/m-Q8_0.gguf"),
     ],
 )
@@ -268,15 +258,12 @@ def listing(*names: str, size: int = 1000) -> dict[str, HubFile]:
     ("names", "wanted", "target", "draft"),
     [
         (["m-Q8_0.gguf", "m-Q4_K_M.gguf", "m-F16.gguf"], "", ["m-Q4_K_M.gguf"], ""),
-        (["qwen2.5-0.5b-instruct-q4_k_m.gguf"], "Q4_K_M", ["qwen2.5-0.5b-instruct-q4_k_m.gguf"], ""),
         (["m-UD-Q4_K_XL.gguf", "m-IQ4_XS.gguf"], "", ["m-UD-Q4_K_XL.gguf"], ""),
         (["m.gguf", "mmproj-m-F16.gguf", "m.imatrix.gguf"], "", ["m.gguf"], ""),
         (["Q8_0/m-00002-of-00002.gguf", "Q8_0/m-00001-of-00002.gguf"], "q8_0", ["Q8_0/m-00001-of-00002.gguf"], ""),
         (["m-Q4_0.gguf", "m-draft-Q4_0.gguf", "m-draft-Q8_0.gguf"], "", ["m-Q4_0.gguf"], "m-draft-Q4_0.gguf"),
-        (["m-Q8_0.gguf", "dspark-m-BF16.gguf"], "", ["m-Q8_0.gguf"], "dspark-m-BF16.gguf"),
         (["g-Q4_K_M.gguf", "mmproj-F16.gguf", "mtp-g.gguf"], "", ["g-Q4_K_M.gguf"], "mtp-g.gguf"),
         (["a-Q8_0.gguf", "b-Q8_0.gguf"], "b-Q8_0.gguf", ["b-Q8_0.gguf"], ""),
-        (["onnx/model.onnx", "onnx/model_q4.onnx", "tokenizer.json"], "", ["onnx/model.onnx"], ""),
         (["onnx/model.onnx", "onnx/model_q4.onnx", "tokenizer.json"], "model_q4", ["onnx/model_q4.onnx"], ""),
     ],
 )
@@ -292,7 +279,6 @@ def test_the_files_of_a_repository(names: list[str], wanted: str, target: list[s
         (["m-Q8_0.gguf", "m-Q4_0.gguf"], "Q2_K", "o/r has no Q2_K: it has Q4_0, Q8_0"),
         (["a-big-Q8_0.gguf", "a-small-Q8_0.gguf"], "", "o/r holds several models: name a file, as in o/r:FILE"),
         (["model.safetensors", "config.json"], "", "must be converted first: edgespec export o/r"),
-        (["README.md"], "", "no complete GGUF or ONNX model, only README.md"),
         (["model.onnx"], "", "no complete GGUF or ONNX model"),
     ],
 )

@@ -131,7 +131,7 @@ def test_a_repository_becomes_a_pair_that_is_found_by_its_names(get, hub, home, 
     assert not folder.exists()
 
 
-def test_a_quantisation_a_file_and_an_address_can_be_named(get, hub, home):
+def test_a_quantisation_a_file_and_an_address_can_be_named(get, hub, home, tmp_path):
     assert get(f"{ID}:q8_0").target == home / "demo-q8_0" / "demo-Q8_0.gguf"
     assert resolve(f"{ID}:Q8_0").target == home / "demo-q8_0" / "demo-Q8_0.gguf"
     address = f"{hub.endpoint}/{ID}/blob/main/demo-draft-Q8_0.gguf"
@@ -141,12 +141,7 @@ def test_a_quantisation_a_file_and_an_address_can_be_named(get, hub, home):
         get(f"{ID}:Q2_K")
     with pytest.raises(ConfigError, match=r"taken by a model from edge/demo-GGUF@.*--name"):
         get("other/model", name="small")
-
-
-def test_a_model_that_was_added_is_not_replaced_and_keeps_its_file(get, tmp_path):
-    own = tmp_path / "mine" / "own.gguf"
-    own.parent.mkdir()
-    shutil.copy(TARGET, own)
+    own = Path(shutil.copy(TARGET, tmp_path / "own.gguf"))
     add(own, "mine")
     with pytest.raises(ConfigError, match="taken by a model from elsewhere"):
         get(name="mine", draft=f"{ID}:Q8_0")

@@ -173,21 +173,6 @@ def test_a_draft_that_ends_where_its_own_tokens_say_is_exact(seed: int, rule) ->
     )
 
 
-def hidden(draft: Draft) -> Draft:
-    """An unlikely sample is dropped afterwards."""
-    assert draft.distributions is not None
-    first = int(draft.token_ids[0])
-    return draft if draft.distributions[0].prob_of(first) >= Fraction(1, 3) else Draft.chain([])
-
-
-@pytest.mark.parametrize("rule", [rejection, block])
-def test_what_would_bias_the_text_is_seen(rule) -> None:
-    """What a rule must never be given; in the laws of this seed a bias shows."""
-    target, drafts = laws(1)
-    with pytest.raises(AssertionError):
-        assert_exact(rule, lambda choices: hidden(drawn(choices, drafts, chain(1))), target)
-
-
 def mean_accepted(rule, seed: int, goes_on: GoesOn) -> Fraction:
     target, drafts = laws(seed)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from demo import DEMO
 from edgespec.engines.head import States
 from edgespec.engines.onnx.file_heads import NEVER, EagleHead, load_eagle
-from edgespec.errors import BatchError, CapabilityError
+from edgespec.errors import CapabilityError
 from edgespec.formats.head_file import HeadFile, HeadManifest, read_head_file
 from needs import NEEDS_KERNELS
 from numpy_layers import eagle_layer
@@ -92,34 +92,6 @@ def test_pairs_and_trees_are_those_of_the_definition(heads: HeadFile) -> None:
             logits, state = whole.decode(ids[:text], states[:text])
             np.testing.assert_array_equal(logits[heads.token_ids], found[-1][0])
             np.testing.assert_array_equal(state, found[-1][1])
-
-
-def test_states_of_a_target_are_made_as_narrow_as_the_heads() -> None:
-    heads = FILES["of a projection"]()
-    features = np.random.default_rng(2).standard_normal((5, heads.manifest.feature_size)).astype(np.float32)
-    with closing(opened(heads)) as head:
-        found = head.encode(features)
-        assert found.shape == (5, 64) and cosine(found, features @ heads.arrays["project"].T) > 0.999
-        with pytest.raises(BatchError, match="features of the shape"):
-            head.encode(features[:, 1:])
-
-
-def test_texts_share_the_layer_and_have_caches_of_their_own() -> None:
-    heads = FILES["demo"]()
-    rng = np.random.default_rng(3)
-    states = rng.standard_normal((2, 9, heads.manifest.hidden_size)).astype(np.float32)
-    ids = heads.token_ids[rng.integers(0, 4096, (2, 9))]
-    vocabulary = LetterVocabulary(heads.manifest.vocabulary_size)
-    with closing(load_eagle(heads, vocabulary, sequences=2, threads=1)) as one, closing(one.another(1)) as other:
-        alone = [head.decode(ids[n], states[n])[0].copy() for n, head in enumerate((one, other))]
-        for head in (one, other):
-            head.restart(0)
-        for at in range(9):
-            turns = [
-                head.decode(ids[n, at : at + 1], states[n, at : at + 1])[0].copy()
-                for n, head in enumerate((one, other))
-            ]
-        np.testing.assert_array_equal(turns, alone)
 
 
 def test_rows_are_scaled_as_the_heads_say() -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from demo import TEST_THREADS
-from edgespec import Sampling
 from edgespec.control.prices import path_products
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.growth import MAX_ROW_COST, evidence_of
@@ -93,28 +92,6 @@ def arrivals(sampler: Sampler, row: Logits, text: np.ndarray) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("presence_penalty", [0.0, 2.0])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_medusas_children_depend_on_depth_and_on_penalties_alone(
-    tiny_engine: LlamaCppEngine, temperature: float, presence_penalty: float
-) -> None:
-    """A head knows no path: at one depth all races are one, and the target runs the same."""
-    drafter = drafter_of(random_heads("medusa", tiny_engine, HIDDEN), TOKENS)
-    sampling = Sampling(temperature=temperature, presence_penalty=presence_penalty, seed=1)
-    asked = tree_request(33, branches=16, sampler=Sampler(sampling, TOKENS))
-    text, states = texts()
-    drafter._head.inject(states[-1:])
-    rows, _ = drafter._head.block(int(text[-1]))
-    rankings: dict[int, set[tuple[int, ...]]] = {}
-    for path, children in paths(drafter.draft(asked)):
-        told = np.append(text, np.array(path, np.int32))
-        arrived = arrivals(asked.sampler, rows[len(path)], told)
-        assert children == arrived[: len(children)]
-        rankings.setdefault(len(path), set()).add(tuple(arrived[:8]))
-    assert sorted(rankings) == [0, 1, 2]
-    assert (max(map(len, rankings.values())) > 1) == (presence_penalty > 0)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_eagle_looks_at_the_text_and_a_nodes_own_path(tiny_engine: LlamaCppEngine, temperature: float) -> None:
     """The reference reads each path by itself, as text with the states that it predicted."""
@@ -173,6 +150,3 @@ def test_nothing_follows_an_end_token_and_nothing_comes_of_no_state(tiny_engine:
     drafter = drafter_of(heads, TOKENS)
     assert drafter.draft(asked._replace(features=None)).num_tokens == 0
     assert drafter.draft(asked._replace(max_tokens=0)).num_tokens == 0
-
-
-# -- the demo pair

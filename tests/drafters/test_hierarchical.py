@@ -22,7 +22,7 @@ from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.errors import CapabilityError, ConfigError, ModelNotFound, VocabularyMismatch
 from edgespec.sampling.sampler import Sampler
 from edgespec.types import Batch, Draft, Logits, Verdict
-from lossless import PROMPTS, VOCABULARY
+from lossless import VOCABULARY, assert_same_text
 from needs import NEEDS_KERNELS
 from table_engine import TableEngine
 
@@ -192,20 +192,13 @@ def edgespec_tensors() -> dict[str, np.ndarray]:
 
 
 @NEEDS_KERNELS
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_text_is_that_of_the_target_alone(temperature: float) -> None:
+def test_text_is_that_of_the_target_alone() -> None:
     with edgespec.load("demo", exit_layer=LAYERS, threads=TEST_THREADS) as model:
         drafter = model.drafters.drafters["early-exit"]
         assert isinstance(drafter, EarlyExitDrafter)
         assert 0 < drafter.bytes_used < model.target.facts.kv_bytes_per_token * model.target.facts.context_length
-        options = GenerateOptions(max_tokens=48, drafter="none", ignore_eos=True)
-        for seed, prompt in enumerate(PROMPTS[:2]):
-            ids, sampling = model.encode(prompt), Sampling(temperature=temperature, seed=seed)
-            wanted = model.generate(ids, sampling, options)
-            for name, length in (("early-exit", 1), ("early-exit", 6), ("auto", "auto")):
-                found = model.generate(ids, sampling, replace(options, drafter=name, draft_length=length))
-                assert (found.token_ids, found.logprobs) == (wanted.token_ids, wanted.logprobs), (name, length)
-                assert length == "auto" or found.stats.accepted_tokens > 0
+        found = assert_same_text(model, [("early-exit", 1), ("early-exit", 6), ("auto", "auto")], num_tokens=32)
+    assert found["early-exit", 1].accepted_tokens > 0 < found["early-exit", 6].accepted_tokens
 
 
 @NEEDS_KERNELS
@@ -214,13 +207,8 @@ def test_an_exit_is_the_small_model_of_a_hierarchy() -> None:
     with edgespec.load(TARGET, medium=medium, exit_layer=LAYERS, threads=TEST_THREADS) as model:
         drafter = model.drafters.drafters["hierarchical"]
         assert isinstance(drafter, HierarchicalDrafter) and drafter._small is model.drafters.drafters["early-exit"]
-        sampling, options = (
-            Sampling(temperature=0.8, seed=3),
-            GenerateOptions(max_tokens=40, drafter="none", ignore_eos=True),
-        )
-        plain = model.generate(PROMPTS[1], sampling, options)
-        found = model.generate(PROMPTS[1], sampling, replace(options, drafter="hierarchical", draft_length=5))
-        assert found.token_ids == plain.token_ids and found.stats.accepted_tokens > 0
+        found = assert_same_text(model, [("hierarchical", 5)], num_tokens=24)
+    assert found["hierarchical", 5].accepted_tokens > 0
 
 
 @NEEDS_KERNELS

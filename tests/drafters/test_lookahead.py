@@ -9,13 +9,12 @@ import numpy as np
 from edgespec.control.base import FixedLength
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.lookahead import LookaheadDrafter, NgramPool
-from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import speculative
 from edgespec.sampling.acceptance import coupled
 from edgespec.sampling.sampler import Sampler
 from edgespec.types import Draft, TokenIds, Verdict
-from lossless import GREEDY, PLAIN, VOCABULARY, run_of, run_once
+from lossless import GREEDY, VOCABULARY, run_of
 from table_engine import TableEngine
 
 
@@ -73,39 +72,6 @@ def passes_for_new_text(branches: int) -> int:
 def test_the_window_finds_what_the_text_has_not_shown_yet() -> None:
     """Its columns meet the paths that the text takes later."""
     assert passes_for_new_text(31) < 0.9 * passes_for_new_text(0)
-
-
-def test_row_choices_are_the_likeliest_tokens_after_every_row() -> None:
-    target = TableEngine.random(VOCABULARY, seed=5, context_length=200)
-    seen: list[int] = []
-
-    class Watching(LookaheadDrafter):
-        def draft(self, request: DraftRequest) -> Draft:
-            self.text = request.token_ids.tolist()
-            return super().draft(request)
-
-        def observe(self, draft: Draft, verdict: Verdict) -> None:
-            super().observe(draft, verdict)
-            if not draft.wants_rows:
-                assert verdict.row_choices is None
-                return
-            assert verdict.row_choices is not None
-            paths = [self.text]
-            for parent, token_id in zip(draft.parents.tolist(), draft.token_ids.tolist(), strict=True):
-                paths.append([*paths[parent + 1], token_id])
-            assert list(verdict.row_choices) == [int(target.row(path).argmax()) for path in paths]
-            seen.append(draft.num_tokens)
-
-    run_once(CachedSequence(target), Watching(), "coupled", 16, PLAIN, 60)
-    assert len(seen) > 10
-    plain: list[Verdict] = []
-
-    class Unasked(NgramDrafter):
-        def observe(self, draft: Draft, verdict: Verdict) -> None:
-            plain.append(verdict)
-
-    run_once(CachedSequence(target), Unasked(), "coupled", 4, PLAIN, 20)
-    assert plain and all(verdict.row_choices is None for verdict in plain)
 
 
 def test_the_pool_keeps_the_latest_and_no_more() -> None:

@@ -301,24 +301,6 @@ def test_a_long_history_takes_bounded_memory_and_its_latest_half_is_found() -> N
         drafter.begin(np.array(ids[:end], np.int32))
 
 
-@pytest.mark.parametrize(
-    ("later", "start"),
-    [
-        (array(1, 2, 3, 4), 3),
-        (array(1, 2, 3), 3),
-        (array(1, 2), 0),  # a turn was taken back
-        (array(1, 9, 3, 4), 0),
-        (array(7), 0),
-    ],
-)
-def test_a_prompt_that_continues_the_last_text_is_new_from_its_end_on(later: TokenIds, start: int) -> None:
-    text = FollowedText()
-    assert [text.grow(array(1, 2)), text.grow(array(1, 2, 3))] == [0, 2]
-    text.begin(later)
-    assert text.grow(later) == start
-    assert text.ids == later.tolist()
-
-
 def test_an_empty_prompt_frees_the_text_at_once() -> None:
     text = FollowedText()
     text.grow(array(1, 2))

@@ -330,35 +330,25 @@ def answer(seed: int, size: int = 50) -> np.ndarray:
 
 
 def test_answers_come_back_the_oldest_first(tmp_path: Path) -> None:
-    learnt = learnt_in(tmp_path)
-    assert learnt.read() == []
-    for seed in (3, 1, 2):
+    """An answer is kept once and counts as new; short ones are not kept, long ones are cut, the oldest go."""
+    learnt = learnt_in(tmp_path, max_tokens=220)
+
+    def has(*seeds: int) -> bool:
+        return [ids.tolist() for ids in learnt_in(tmp_path).read()] == [answer(seed).tolist() for seed in seeds]
+
+    learnt.add(answer(0, 3))
+    assert not learnt.path.exists() and has()
+    for seed in (3, 1, 2, 1):
         learnt.add(answer(seed))
-    assert [ids.tolist() for ids in learnt_in(tmp_path).read()] == [answer(seed).tolist() for seed in (3, 1, 2)]
+    assert has(3, 2, 1)
+    for seed in range(4, 9):
+        learnt.add(answer(seed))
+    assert has(5, 6, 7, 8)
     assert learnt.path.stat().st_mode & 0o077 == 0, "others may not read it"
     assert learnt.clear() and not learnt.clear() and learnt.read() == []
-
-
-def test_the_same_answer_is_kept_once_and_counts_as_new(tmp_path: Path) -> None:
-    learnt = learnt_in(tmp_path)
-    for seed in (1, 2, 1):
-        learnt.add(answer(seed))
-    assert [ids.tolist() for ids in learnt.read()] == [answer(2).tolist(), answer(1).tolist()]
-
-
-def test_short_answers_are_not_kept_and_long_ones_are_cut(tmp_path: Path) -> None:
-    learnt = learnt_in(tmp_path)
-    learnt.add(answer(0, 3))
-    assert not learnt.path.exists()
-    learnt.add(answer(0, MAX_ANSWER_TOKENS + 5))
-    assert [ids.size for ids in learnt.read()] == [MAX_ANSWER_TOKENS]
-
-
-def test_the_oldest_go_when_there_are_too_many(tmp_path: Path) -> None:
-    learnt = learnt_in(tmp_path, max_tokens=220)
-    for seed in range(9):
-        learnt.add(answer(seed))
-    assert [ids.tolist() for ids in learnt.read()] == [answer(seed).tolist() for seed in (5, 6, 7, 8)]
+    whole = learnt_in(tmp_path)
+    whole.add(answer(0, MAX_ANSWER_TOKENS + 5))
+    assert [ids.size for ids in whole.read()] == [MAX_ANSWER_TOKENS]
 
 
 def test_any_damage_gives_what_was_written_or_less(tmp_path: Path) -> None:

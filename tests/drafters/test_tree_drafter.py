@@ -167,15 +167,6 @@ def cached(drafter: ModelDrafter) -> list[int]:
     return drafter.cache.token_ids.tolist()
 
 
-def test_what_can_be_paid_is_read_whole() -> None:
-    drafter = ModelDrafter(engine())
-    assert drafter.reading(LONG_TEXT[:1000], 1000, 500) == 1000
-    assert not drafter.reads_part
-    draft(drafter, LONG_TEXT[:1000])
-    assert cached(drafter)[:1000] == LONG_TEXT[:1000].tolist()
-    assert drafter.reading(LONG_TEXT[:1010], 10, 0) <= 10
-
-
 def test_of_a_long_text_the_latest_part_is_read_and_the_rest_when_it_can_be_paid() -> None:
     drafter = ModelDrafter(engine())
     assert drafter.reading(LONG_TEXT[:1000], 999, 300) == 301

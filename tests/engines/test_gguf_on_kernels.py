@@ -152,7 +152,7 @@ def test_a_loaded_model_does_not_mind_what_becomes_of_its_file(tmp_path):
 def test_a_cache_folder_that_cannot_be_written_costs_only_time(tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("")
-    monkeypatch.setattr("edgespec.engines.onnx.source.cache_folder", lambda: blocked)
+    monkeypatch.setattr("edgespec.engines.onnx.source.user_folder", lambda kind: blocked)
     source = open_source(TARGET)
     assert TokenizerFile(source.folder, 1).encode("a")
     kept = source.folder

@@ -13,7 +13,8 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.platform import disk_cache
-from edgespec.platform.disk_cache import Seconds, cache_folder
+from edgespec.platform.disk_cache import Seconds
+from edgespec.platform.files import user_folder
 from tiny_gguf import write_model
 
 
@@ -42,7 +43,7 @@ def test_an_entry_of_another_shape_counts_as_missing(home: Path, text: str) -> N
 
 
 def _entries() -> list[Path]:
-    return sorted(path for path in cache_folder().glob("*/*.json") if path.parent.name != "bench")
+    return sorted(path for path in user_folder("cache").glob("*/*.json") if path.parent.name != "bench")
 
 
 def _spoilt(value: Any) -> list[Any]:
@@ -88,4 +89,4 @@ def test_weights_that_are_all_zero_are_refused(home: Path, tmp_path: Path) -> No
     path.write_bytes(contents)
     with pytest.raises(edgespec.EdgespecError, match="every token the same score"):
         edgespec.load(str(path), threads=TEST_THREADS)
-    assert cache_folder() == home / "cache"
+    assert user_folder("cache") == home / "cache"

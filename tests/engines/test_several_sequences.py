@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.types import Batch
+from lossless import assert_several_draft_apart
 
 PROMPTS = ("Find me a hotel in Paris.", "def add(a, b):", "Tom has 3 apples and buys 4 more. " * 9, "Book a table")
 OPTIONS = GenerateOptions(max_tokens=24, ignore_eos=True)
@@ -22,29 +22,11 @@ def opened(engine: Any, **options: Any) -> Model:
     return edgespec.load("demo", engine=engine, threads=TEST_THREADS, context_length=256, **options)
 
 
-@pytest.fixture(scope="module", params=["llamacpp", "onnx"])
-def reproducible(request: pytest.FixtureRequest) -> Iterator[Model]:
-    with opened(request.param, reproducible=True, parallel=3) as model:
-        yield model
-
-
-@pytest.mark.parametrize("drafter", ["none", "model", "suffix"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_reproducible_texts_do_not_depend_on_what_runs_beside_them(
-    reproducible: Model, drafter: Any, temperature: float
-) -> None:
-    sampling = Sampling(temperature=temperature, seed=11)
-    alone = []
-    for prompt in PROMPTS:
-        reproducible.forget()
-        alone.append(reproducible.generate(prompt, sampling, replace(OPTIONS, drafter="none")))
-    reproducible.forget()
-    options = replace(OPTIONS, drafter=drafter, draft_length=4)
-    found = reproducible.generate_all(PROMPTS, sampling, options)
-    assert [(result.token_ids, result.logprobs) for result in found] == [
-        (result.token_ids, result.logprobs) for result in alone
-    ]
-    assert drafter == "none" or sum(result.stats.drafted_tokens for result in found) > 0
+@pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
+@pytest.mark.parametrize("drafter", ["model", "suffix", "eagle", "medusa", "hierarchical"])
+def test_texts_do_not_depend_on_what_runs_beside_them(engine: str, drafter: str) -> None:
+    """Nor do drafts of heads, which read the target's hidden states, or of a draft model with a draft of its own."""
+    assert_several_draft_apart("demo", PROMPTS, drafter, engine=engine, context_length=256)
 
 
 def test_texts_of_a_stock_export_take_turns() -> None:
@@ -105,52 +87,3 @@ def test_drafts_of_several_texts_are_accepted_as_alone(draft_length: int) -> Non
             model.forget()
             alone.append(model.generate(prompt, Sampling(), options).stats.accepted_tokens)
         assert sum(alone) > 10 and sum(accepted) > 0.8 * sum(alone)
-
-
-# -- drafters with state: heads, which read the target's hidden states, and a draft model with a draft of its own
-
-
-@pytest.fixture(params=["llamacpp", "onnx"])
-def with_heads(request: pytest.FixtureRequest) -> Any:
-    return lambda drafter, **options: opened(request.param, drafter=drafter, parallel=3, **options)
-
-
-@pytest.mark.parametrize("drafter", ["eagle", "medusa", "hierarchical"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafters_with_state_change_none_of_several_texts(with_heads: Any, drafter: Any, temperature: float) -> None:
-    """All of four answers draft, or two, so that passes hold rows whose states are wanted and others."""
-    sampling = Sampling(temperature=temperature, seed=3)
-    with with_heads(drafter, reproducible=True) as model:
-        alone = []
-        for prompt in PROMPTS:
-            model.forget()
-            alone.append(model.generate(prompt, sampling, replace(OPTIONS, drafter="none")))
-        model.forget()
-        for drafting in (PROMPTS, PROMPTS[:2]):
-            generations = [
-                model.stream(prompt, sampling, replace(OPTIONS, drafter=drafter, draft_length=4))
-                if prompt in drafting
-                else model.stream(prompt, sampling, replace(OPTIONS, drafter="none"))
-                for prompt in PROMPTS
-            ]
-            with model.batch() as batch:
-                found = batch.results(generations)
-            assert [(result.token_ids, result.logprobs) for result in found] == [
-                (result.token_ids, result.logprobs) for result in alone
-            ]
-            assert all(result.stats.drafted_tokens for result in found[: len(drafting)])
-            assert sum(result.stats.accepted_tokens for result in found) > 0
-
-
-def test_heads_of_several_texts_accept_as_much_as_alone(with_heads: Any) -> None:
-    """So each text's head reads its own states: those of another text would predict other tokens."""
-    options = replace(OPTIONS, drafter="eagle", draft_length=3)
-    with with_heads("eagle", reproducible=False) as model:
-        alone = []
-        for prompt in PROMPTS:
-            model.forget()
-            alone.append(model.generate(prompt, Sampling(), options).stats)
-        model.forget()
-        together = [result.stats for result in model.generate_all(PROMPTS, Sampling(), options)]
-        accepted = [sum(stats.accepted_tokens for stats in found) for found in (alone, together)]
-        assert accepted[0] > 20 and accepted[1] > 0.8 * accepted[0]

@@ -73,9 +73,9 @@ def ones(*shape: int) -> np.ndarray:
     ("metadata", "tensors", "reason"),
     [
         ({"tokenizer.ggml.mask_token_id": None}, {}, r"mask_token_id is None, a token of 0\.\.298"),
-        ({"dflash.block_size": None}, {}, "block_size is None"),
+        ({"dflash.block_size": None}, {}, "block_size is missing"),
         ({"dflash.block_size": 65}, {}, r"block_size is 65, 2\.\.64"),
-        ({"dflash.block_size": "six"}, {}, "block_size is 'six'"),
+        ({"dflash.block_size": "six"}, {}, "block_size is six"),
         ({"dflash.target_layers": [0, 1, 1]}, {}, "one or more different ones"),
         ({"dflash.rope.dimension_count": 15}, {}, "rotates 15 of 16"),
         ({"dflash.attention.sliding_window": 8, "dflash.attention.sliding_window_pattern": [False, False]}, {},

@@ -27,17 +27,27 @@ PROPERTIES: dict[str, Any] = {
     "either": {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "object"}]},
     "list": {"type": "array"},
 }
-PARAMETERS = {"type": "object", "properties": PROPERTIES}
-TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("find", "find.more")]
+TYPED: dict[str, Any] = {
+    "a": {"type": "string"},
+    "n": {"type": ["integer", "null"]},
+    "b": {"type": "boolean"},
+    "l": {"type": "array"},
+    "o": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "e": {"type": "string", "enum": ["1", "2"]},
+    "r": {"$ref": "#/$defs/text"},
+}
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "$defs": {"text": {"type": "string"}}}
+FUNCTIONS = {"find": PARAMETERS, "find.more": PARAMETERS, "f": PARAMETERS | {"properties": TYPED}, "g": {}}
+TOOLS = [{"type": "function", "function": {"name": n, "parameters": each}} for n, each in FUNCTIONS.items()]
 TEXTS = ("", "Paris, « 75 »", "q\"u'o", "{x} [y], (z)", "two\nlines\n", "<b> & </b>", "```x```", "a\\b", "null", "7")
 PIECES = (*"{}[]\"':, \n\\(<", "{{", "}}", "find", '"name"', '"arguments"', '{"name": "find", "arguments": {}}', "1e",
           '{"n": 1e2}', "tru", "NaN", "\\u12", '"\\ud83d"', "a=", "f(a=1)", "</parameter>", "```json", "```", ":0",
-          "call:find{")  # fmt: skip
+          "call:find{", '{"name": "Ann', "So call:me", "if a <")  # fmt: skip
 Found = tuple[str, list[ToolCall]]
 
 
-def read(form: Form, text: str, step: int, *, is_cut: bool = False, tools: list[dict[str, Any]] = TOOLS) -> Found:
-    parser, shown, calls = ToolParser(form, tools), "", list[ToolCall]()
+def read(form: Form, text: str, step: int, *, is_cut: bool = False) -> Found:
+    parser, shown, calls = ToolParser(form, TOOLS), "", list[ToolCall]()
     for begin in range(0, len(text), step):
         if not parser.is_over:
             piece, more = parser.push(text[begin : begin + step])
@@ -115,7 +125,8 @@ def test_pieces_of_calls_in_any_order_lose_nothing(name: str) -> None:
         shown, calls = both(form, text)
         assert calls or shown == text
         assert all(isinstance(json.loads(call.arguments.encode()), dict) for call in calls)
-        assert all(isinstance(call.input, dict) for call in both(form, text, 3, is_cut=True)[1])
+        shown, calls = both(form, text, 3, is_cut=True)
+        assert (calls or shown == text) and all(isinstance(call.input, dict) for call in calls)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -154,7 +165,6 @@ BEGIN, SEP, LAST = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜too
         ("hermes", CALL + '{"name": "find", "arguments": {"n": 1e2, "m": 1.0, "s": "\\u00fc"}}' + END,
          ("", [("find", '{"n": 1e2, "m": 1.0, "s": "\\u00fc"}')])),
         ("hermes", CALL + '{"name": "find", "arguments": "{\\"city\\": \\"Rome\\"}"}' + END, ("", [SPACED])),
-        ("hermes", f"{CALL} is the mark, {END} the other", (f"{CALL} is the mark, {END} the other", [])),
         ("hermes", f"{CALL}no JSON{END}{CALL}{OBJECT}{END}", (f"{CALL}no JSON{END}", [CITY])),
         ("qwen_xml", XML, ("", [SPACED])),
         ("qwen_xml", f"Ok.\n{XML}\n{END}\n{CALL}\n{XML}\n{END}", ("Ok.\n", [SPACED, SPACED])),
@@ -165,7 +175,6 @@ BEGIN, SEP, LAST = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜too
         ("qwen_xml", f"{CALL}\n<function=bad\n</function>\n{END}\n{CALL}\n{XML}\n{END}",
          (f"{CALL}\n<function=bad\n</function>\n{END}\n", [SPACED])),
         ("qwen_xml", f"{CALL}{OBJECT}{END}", ("", [CITY])),
-        ("qwen_xml", "Write <function=name>...</function>.", ("Write <function=name>...</function>.", [])),
         *(("qwen_xml", f"{CALL}<function=find><parameter=either>{value}</parameter></function>{END}",
            ("", [("find", f'{{"either": {json_value}}}')]))
           for value, json_value in (("abc", '"abc"'), ("5", "5"), ('{"a": 1e2}', '{"a": 1e2}'), ("true", '"true"'),
@@ -177,24 +186,44 @@ BEGIN, SEP, LAST = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜too
         ("gemma", 'call:find{city:<|"|>Rome<|"|>}', ("", [SPACED])),
         ("gemma", '<|tool_call>:call:find{city:<|"|>Rome<|"|>}<tool_call|>', ("", [SPACED])),
         ("gemma", "<|tool_call>call:find{n:108.}", ("", [("find", '{"n": 108.0}')])),
-        ("gemma", "A recall: call:somebody{}", ("A recall: call:somebody{}", [])),
         ("lfm", "<|tool_call_start|> [find(city='Rome'), find(n=07)", ("", [SPACED, ("find", '{"n": 7}')])),
         ("granite", '<|tool_call|> [{"arguments":{"city":"Rome"}, "name":"find"}]\nI will see.', ("", [CITY])),
         ("granite", f"<tool_call> [{OBJECT},\n {OBJECT}]", ("", [CITY, CITY])),
         ("deepseek", f"{BEGIN}function{SEP}find\n```json\n{CITY[1]}```{LAST}", ("", [CITY])),
         ("llama", '{"name": "find", "parameters": {"city": "Rome"}} as {find} says', ("", [SPACED])),
-        ("llama", '{"name": "find", "age": 3}', ('{"name": "find", "age": 3}', [])),
+        ("hermes", '<tool_call>{"name":"f"}</tool_call> So <tool_call>{"name":"g"}</tool_call>', ("", [("f", '{}')])),
+        # without the marks, as small models write it
+        ("hermes", '```json\n{"name": "f", "arguments": {"a": "`x`"}}\n```', ("", [("f", '{"a": "`x`"}')])),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "a \\" and </tool_call> in it"}}</tool_call>',
+         ("", [("f", '{"a": "a \\" and </tool_call> in it"}')])),
+        ("qwen_xml", "<tool_call><function=f><parameter=a> x\n\ny </parameter>"
+                     "<parameter=l>['q', {'r': None}]</parameter>"
+                     "<parameter=o>null</parameter><parameter=e>1</parameter></function></tool_call>\n"
+                     "<tool_call>\n<function=g>\n</function>\n</tool_call>",
+         ("", [("f", '{"a": " x\\n\\ny ", "l": ["q", {"r": null}], "o": null, "e": "1"}'), ("g", '{}')])),
+        ("qwen_xml", "<tool_call><function=f><parameter=a>\nan </parameter> inside\n</parameter>\n"
+                     "<parameter=n>\nmany\n</parameter>\n<parameter=z>\n[1]\n</parameter></function></tool_call>",
+         ("", [("f", '{"a": "an </parameter> inside", "n": "many", "z": [1]}')])),
+        ("qwen_xml", '<tool_call><function=f><parameter=l>{{"a": 1}}</parameter><parameter=n>NaN</parameter>'
+                     "<parameter=b>\nTrue\n</parameter></function></tool_call>",
+         ("", [("f", '{"l": "{{\\"a\\": 1}}", "n": "NaN", "b": true}')])),
+        ("qwen_xml", "<tool_call><function=f><parameter=r>42</parameter><parameter=a>None</parameter></function>",
+         ("", [("f", '{"r": "42", "a": "None"}')])),
+        ("gemma", '<|tool_call>call:f{a:<|"|>x, {y}: "z"<|"|>,n:-1.5,"q": "w"}<tool_call|>',
+         ("", [("f", '{"a": "x, {y}: \\"z\\"", "n": -1.5, "q": "w"}')])),
+        ("lfm", "<|tool_call_start|>[f(a='it\\'s', n=-2, l=[True, {\"k\": null}]), m.g()]<|tool_call_end|>So",
+         ("", [("f", '{"a": "it\'s", "n": -2, "l": [true, {"k": null}]}'), ("m.g", '{}')])),
+        ("lfm", "<|tool_call_start|>[convert-it(from='It's', to='a, 'b'', s=\"a\\/b\", w='x\ny', n=+1.5e3)]"
+                "<|tool_call_end|>",
+         ("", [("convert-it", '{"from": "It\'s", "to": "a, \'b\'", "s": "a/b", "w": "x\\ny", "n": 1.5e3}')])),
+        ("llama", '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
+         ("", [("f", '{}'), ("g", '{}')])),
     ],
 )  # fmt: skip
 def test_slips(form: str, text: str, expected: tuple[str, list[tuple[str, str]]]) -> None:
-    shown, calls = both(ALL[form], text)
-    assert (shown, said(calls)) == expected
-
-
-@pytest.mark.parametrize("form", ["gemma", "qwen_xml", "llama"])
-def test_what_a_limit_cuts_stays_text(form: str) -> None:
-    for text in ("if a <", "[1, 2", "{", '{"name": "Ann', "So call:me", "```"):
-        assert both(ALL[form], text, is_cut=True) == (text, [])
+    for step in (1, 7):
+        shown, calls = both(ALL[form], text, step)
+        assert (shown, said(calls)) == expected
 
 
 @pytest.mark.parametrize("step", [1, 1000])
@@ -229,105 +258,31 @@ def test_templates_that_show_calls_get_the_tools_in_the_system_message() -> None
     assert again.startswith("[system]BE KIND\n\nYou can call")
 
 
-# -- Calls in the forms that chat templates show
-
-
-HERMES = "{% if tools %}<tool_call>{% endif %}"
-MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]"
-NAMED = "{% if tools %}{% endif %}[TOOL_CALLS]{{ name }}[ARGS]"
-PHI = "<|tool|>{{ message['tools'] }}<|/tool|>"
-XML = "{{ tools }}<tool_call>\n<function=f>\n<parameter=a>\n"
-GLM = "{{ tools }}<tool_call>f<arg_key>a</arg_key><arg_value>"
-GEMMA = "{{ tools }}<|tool_call>call:f{}<tool_call|>"
-LFM = "List of tools: {{ tools }}<|im_start|>"
-CHANNELS = "{{ tools }}<|channel|>commentary<|message|> to=functions.f"
-LLAMA = "{% if tools %}Environment: ipython{% endif %}"
-TYPED_PROPERTIES = {
-    "a": {"type": "string"},
-    "n": {"type": ["integer", "null"]},
-    "b": {"type": "boolean"},
-    "l": {"type": "array"},
-    "o": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-    "e": {"type": "string", "enum": ["1", "2"]},
-    "r": {"$ref": "#/$defs/text"},
-    "x": {"type": "string"},
-}
-TYPED_PARAMETERS = {"type": "object", "properties": TYPED_PROPERTIES, "$defs": {"text": {"type": "string"}}}
-TYPED = [
-    {"type": "function", "function": {"name": "f", "parameters": TYPED_PARAMETERS}},
-    {"type": "function", "function": {"name": "g"}},
-]
-
-
-@pytest.mark.parametrize(
-    ("template", "text", "expected"),
-    [
-        (HERMES, '<tool_call>{"name":"f"}</tool_call> So <tool_call>{"name":"g"}</tool_call>', ("", [("f", {})])),
-        # without the marks, as small models write it
-        (HERMES, '```json\n{"name": "f", "arguments": {"a": "`x`"}}\n```', ("", [("f", {"a": "`x`"})])),
-        (HERMES, '```json\n{"name": "h", "arguments": {}}\n```', ('```json\n{"name": "h", "arguments": {}}\n```', [])),
-        (MISTRAL, 'Ok [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', ("Ok ", [("f", {"a": 1})])),
-        (NAMED, 'Ok.[TOOL_CALLS]f[ARGS]{"a": {"b": 1}}[TOOL_CALLS]g[CALL_ID]abcdefghi[ARGS]{}',
-         ("Ok.", [("f", {"a": {"b": 1}}), ("g", {})])),
-        (NAMED, "[TOOL_CALLS]f o[ARGS]{}", ("[TOOL_CALLS]f o[ARGS]{}", [])),
-        (PHI, '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|/tool_call|>', ("", [("f", {"a": 1})])),
-        (XML, "Hm.\n<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n<parameter=n>\n5\n</parameter>\n"
-              "<parameter=b>\nTrue\n</parameter>\n</function>\n</tool_call>\n",
-         ("Hm.\n", [("f", {"a": "5", "n": 5, "b": True})])),
-        (XML, "<tool_call><function=f><parameter=a> x\n\ny </parameter><parameter=l>['q', {'r': None}]</parameter>"
-              "<parameter=o>null</parameter><parameter=e>1</parameter></function></tool_call>\n"
-              "<tool_call>\n<function=g>\n</function>\n</tool_call>",
-         ("", [("f", {"a": " x\n\ny ", "l": ["q", {"r": None}], "o": None, "e": "1"}), ("g", {})])),
-        (XML, "<tool_call><function=f><parameter=a>\nan </parameter> inside\n</parameter>\n"
-              "<parameter=n>\nmany\n</parameter>\n<parameter=z>\n[1]\n</parameter></function></tool_call>",
-         ("", [("f", {"a": "an </parameter> inside", "n": "many", "z": [1]})])),
-        (GLM, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1\n2</arg_value>\n<arg_key>n</arg_key>\n"
-              "<arg_value>3</arg_value>\n</tool_call><tool_call>g</tool_call>",
-         ("", [("f", {"a": "1\n2", "n": 3}), ("g", {})])),
-        (GEMMA, '<|tool_call>call:f{a:<|"|>x, {y}: "z"<|"|>,n:-1.5,l:[1,<|"|>b<|"|>,{<|"|>k<|"|>:true,m:null}],'
-                '"q": "w"}<tool_call|>',
-         ("", [("f", {"a": 'x, {y}: "z"', "n": -1.5, "l": [1, "b", {"k": True, "m": None}], "q": "w"})])),
-        *((GEMMA, f"<|tool_call>{bad}<tool_call|>", (f"<|tool_call>{bad}<tool_call|>", [])) for bad in (
-            "f{}", "call:f", "call:f[]", "call:f{a:}", "call:f{a:1", "call:f{a:1}}", "call:f{a:1,,}", "call:f{a 1}",
-            'call:f{a:<|"|>x}', "call:f{1}", "call:f{a:" + "[" * 99 + "]" * 99 + "}")),
-        (LFM, "<|tool_call_start|>[f(a='it\\'s', n=-2, l=[True, {\"k\": null}]), m.g()]<|tool_call_end|>So",
-         ("", [("f", {"a": "it's", "n": -2, "l": [True, {"k": None}]}), ("m.g", {})])),
-        (LFM, "<|tool_call_start|>[convert-it(from='It's', to='a, 'b'', s=\"a\\/b\", w='x\ny', n=+1.5e3)]"
-              "<|tool_call_end|>",
-         ("", [("convert-it", {"from": "It's", "to": "a, 'b'", "s": "a/b", "w": "x\ny", "n": 1500.0})])),
-        (XML, '<tool_call><function=f><parameter=l>{{"a": 1}}</parameter><parameter=n>NaN</parameter>'
-              "<parameter=u>x</parameter></function></tool_call>",
-         ("", [("f", {"l": '{{"a": 1}}', "n": "NaN", "u": "x"})])),
-        (XML, "<tool_call><function=f><parameter=r>42</parameter><parameter=x>None</parameter></function></tool_call>",
-         ("", [("f", {"r": "42", "x": "None"})])),
-        (CHANNELS, '<|channel|>commentary to=functions.f<|constrain|>json<|message|>{"a": "x"}<|call|>',
-         ("", [("f", {"a": "x"})])),
-        (HERMES, '<tool_call>{"name": "f", "arguments": {"n": NaN}}</tool_call>',
-         ('<tool_call>{"name": "f", "arguments": {"n": NaN}}</tool_call>', [])),
-        *((LFM, f"<|tool_call_start|>{bad}<|tool_call_end|>", (f"<|tool_call_start|>{bad}<|tool_call_end|>", []))
-          for bad in ("[f(1)]", "[f(**x)]", "[f(a=x)]", "[f(a=1j)]", "[f(a=g())]", "f(a=", "[f, g]",
-                      "[(f)(a=1)(b=2)]", "[f(a=" + "[" * 99 + "]" * 99 + ")]", "[3]")),
-        (CHANNELS, "<|channel|>commentary to=functions.f<|message|>[1]<|call|>",
-         ("<|channel|>commentary to=functions.f<|message|>[1]<|call|>", [])),
-        (LLAMA, '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
-         ("", [("f", {}), ("g", {})])),
-        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "a \\" and </tool_call> in it"}}</tool_call>',
-         ("", [("f", {"a": 'a " and </tool_call> in it'})])),
-    ],
-)  # fmt: skip
-def test_calls_and_text_are_told_apart(template: str, text: str, expected: tuple[str, list[Any]]):
-    form = call_form(template)
-    assert form is not None
-    for step in (1, 7, 1000):
-        shown, calls = read(form, text, step, tools=TYPED)
-        assert (shown, [(call.name, json.loads(call.arguments)) for call in calls]) == expected
-
-
 @pytest.mark.parametrize("template", [None, "{{ tools }}", "{% if tools %}<tool_call><function={% endif %}",
                                       "{{ tools }}<tool_call>f<arg_key>a</arg_key></tool_call>",
                                       "{{ tools }}<tool_calls>[{}]</tool_calls> after <tool_call>"])  # fmt: skip
 def test_a_format_that_is_not_known_has_no_parser(template: str | None):
     assert call_form(template) is None
+
+
+DEEP = "[" * 99 + "]" * 99
+NO_CALLS: dict[str, tuple[str, ...]] = {
+    "hermes": (f"{CALL} is the mark, {END} the other", '```json\n{"name": "h", "arguments": {}}\n```',
+               '<tool_call>{"name": "f", "arguments": {"n": NaN}}</tool_call>'),
+    "qwen_xml": ("Write <function=name>...</function>.",),
+    "mistral_named": ("[TOOL_CALLS]f o[ARGS]{}",),
+    "gemma": ("A recall: call:somebody{}", *(f"<|tool_call>{bad}<tool_call|>" for bad in (
+        "f{}", "call:f", "call:f{a:1}}", "call:f{a:1,,}", 'call:f{a:<|"|>x}', f"call:f{{a:{DEEP}}}"))),
+    "lfm": tuple(f"<|tool_call_start|>{bad}<|tool_call_end|>" for bad in (
+        "[f(1)]", "[f(**x)]", "[f(a=g())]", "f(a=", "[(f)(a=1)(b=2)]", f"[f(a={DEEP})]")),
+    "channels": ("<|channel|>commentary to=functions.f<|message|>[1]<|call|>",),
+    "llama": ('{"name": "find", "age": 3}',),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text"), [(form, text) for form, texts in NO_CALLS.items() for text in texts])
+def test_what_is_no_call_stays_text(form: str, text: str):
+    assert both(ALL[form], text) == (text, [])
 
 
 def test_deep_json_is_no_call():

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.chat.marks import ChannelSplitter, call_header
+from edgespec.chat.marks import CALL_HEADER, ChannelSplitter
 from edgespec.cli.main import cli
 from edgespec.server.structure import terminal
 from serving import post, streamed
@@ -26,7 +26,7 @@ from tiny_gguf import Shape, write_model
 
 MARKS = ("<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>")
 ANALYSIS, FINAL, NEXT = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|end|><|start|>assistant"
-CALL = call_header("f") + '{"a": 1}<|call|>'
+CALL = CALL_HEADER.replace("{name}", "f") + '{"a": 1}<|call|>'
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }} in functions.{% endif %}{{ reasoning_effort }}"
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}{{ m.thinking }}"
@@ -53,7 +53,6 @@ def split(text: str, step: int, *, is_open: bool = False) -> tuple[str, str]:
         (f"{ANALYSIS}Hm. a < b{NEXT}{FINAL}Yes.\n<|return|>", ("Hm. a < b", "Yes.\n")),
         (f"{FINAL}Yes. <b> <|x", ("", "Yes. <b> <|x")),
         ("Yes, to=no", ("", "Yes, to=no")),
-        ("to be", ("", "to be")),
         ("to=", ("", "to=")),
         (f"{ANALYSIS}One{NEXT}{ANALYSIS}Two{NEXT}<|channel|>commentary<|message|>First,{NEXT}{FINAL}then",
          ("One\n\nTwo", "First,\n\nthen")),
@@ -61,24 +60,18 @@ def split(text: str, step: int, *, is_open: bool = False) -> tuple[str, str]:
         (f"{ANALYSIS}Hm.{NEXT} to=functions.f<|channel|>commentary json<|message|>{{\"a\": 1}}<|call|>", ("Hm.", CALL)),
         (f"{FINAL}Use `<|start|>` to begin, `<|end|>` to end, `<|channel|>` to name<|return|>",
          ("", "Use `<|start|>` to begin, `<|end|>` to end, `<|channel|>` to name")),
-        (f"{FINAL}`<|call|>` and `<|return|>` are marks too", ("", "`<|call|>` and `<|return|>` are marks too")),
         (f"{ANALYSIS}Hm.{NEXT}<|channel|>" + "words " * 50, ("Hm.", "<|start|>assistant<|channel|>" + "words " * 50)),
         ("<|channel|>final with five more words", ("", "<|channel|>final with five more words")),
         (f"{ANALYSIS}Hm.<|end|>", ("Hm.", "")),
-        (f"{ANALYSIS}Hm", ("Hm", "")),
         (f"{ANALYSIS}Hm.{NEXT}<|channel|>fin", ("Hm.", "")),
         (f"{ANALYSIS}{NEXT}{FINAL}Yes", ("", "Yes")),
-        ("<|channel|>", ("", "")),
         ("", ("", "")),
     ],
 )  # fmt: skip
 def test_reasoning_and_answer_are_told_apart(text: str, expected: tuple[str, str], step: int) -> None:
     assert split(text, step) == expected
-
-
-def test_reasoning_that_the_prompt_opens() -> None:
-    assert split(f"Hm.{NEXT}{FINAL}Yes", 3, is_open=True) == ("Hm.", "Yes")
-    assert split("Hm.", 3, is_open=True) == ("Hm.", "")
+    if text.startswith(ANALYSIS):  # which the prompt may open
+        assert split(text.removeprefix(ANALYSIS), step, is_open=True) == expected
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +91,6 @@ def grammar(model: Model, text: str) -> str:
     """Lark for exactly this text; marks that print nothing are tokens."""
     parts = re.split(f"({'|'.join(map(re.escape, MARKS))})", text)
     return "start: " + " ".join(terminal(part, model.target.vocabulary) for part in parts if part)
-
-
-def test_python_tells_the_parts_of_a_result(model: Model) -> None:
-    forced = grammar(model, f"{ANALYSIS}Hm. ja{NEXT}{FINAL}Yes.")
-    result = model.chat(HELLO, Sampling(temperature=0.0), GenerateOptions(grammar=forced, max_tokens=60)).result()
-    assert model.split_reasoning(result) == ("Hm. ja", "Yes.")
-    assert result.text == f"{ANALYSIS}Hm. ja{NEXT}{FINAL}Yes."
 
 
 def test_the_command_line_prints_no_headers(path: Path, model: Model, tmp_path: Path) -> None:

@@ -83,15 +83,10 @@ def test_a_prompt_that_does_not_fit_is_told_in_numbers(client: TestClient):
     assert error["n_prompt_tokens"] > error["n_ctx"] == 2048
 
 
-# -- llama-server's own paths: /completion, /apply-template, and those without /v1
+# -- llama-server's own paths: /completion, and those without /v1
 
 
-MESSAGES = [{"role": "user", "content": "Find a hotel in Paris."}]
 GREEDY = {"temperature": 0, "n_predict": 24}
-
-
-def native(client: TestClient, path: str = "/completion", **fields: Any) -> dict[str, Any]:
-    return post(client, path, fields)
 
 
 @pytest.fixture
@@ -100,7 +95,7 @@ def expected(model: Model, greedy: Sampling, plain: GenerateOptions) -> Any:
 
 
 def test_a_completion(client: TestClient, expected: Any):
-    answer = native(client, "/completions", prompt="The capital of", return_tokens=True, cache_prompt=True, **GREEDY)
+    answer = post(client, "/completions", prompt="The capital of", return_tokens=True, cache_prompt=True, **GREEDY)
     assert (answer["content"], answer["tokens"]) == (expected.text, list(expected.token_ids))
     assert (answer["stop"], answer["truncated"], answer["prompt"]) == (True, False, "The capital of")
     assert answer["stop_type"] == {"length": "limit", "stop": "eos"}[expected.finish_reason]
@@ -111,15 +106,15 @@ def test_a_completion(client: TestClient, expected: Any):
 
 def test_a_prompt_of_ids_and_several_have_an_answer_each(client: TestClient, expected: Any):
     ids = list(expected.prompt_token_ids)
-    assert native(client, prompt=ids, **GREEDY)["content"] == expected.text
-    found: Any = native(client, prompt=["One two", ids], **GREEDY)
+    assert post(client, "/completion", prompt=ids, **GREEDY)["content"] == expected.text
+    found: Any = post(client, "/completion", prompt=["One two", ids], **GREEDY)
     assert [each["index"] for each in found] == [0, 1]
-    assert found[0]["content"] == native(client, prompt="One two", **GREEDY)["content"]
+    assert found[0]["content"] == post(client, "/completion", prompt="One two", **GREEDY)["content"]
     assert [each["prompt"] for each in found] == ["One two", "The capital of"]
     drawn = {"prompt": "One two", "n_predict": 12, "temperature": 1, "ignore_eos": True}
-    first, second = native(client, n=2, seed=7, **drawn)
-    assert first["content"] != second["content"] == native(client, **drawn, seed=8)["content"]
-    some = [each["seed"] for each in native(client, n=3, seed=-1, **drawn)]
+    first, second = post(client, "/completion", n=2, seed=7, **drawn)
+    assert first["content"] != second["content"] == post(client, "/completion", **drawn, seed=8)["content"]
+    some = [each["seed"] for each in post(client, "/completion", n=3, seed=-1, **drawn)]
     assert some == [some[0], some[0] + 1, some[0] + 2]
 
 
@@ -127,7 +122,7 @@ def test_biases_as_texts_and_as_an_object(client: TestClient, model: Model, expe
     first = expected.token_ids[0]
     text = model.target.vocabulary.piece(first).decode()
     for biases in ([[text, False]], {str(first): False}, [[first, -50]]):
-        biased = native(client, prompt="The capital of", logit_bias=biases, return_tokens=True, **GREEDY)
+        biased = post(client, "/completion", prompt="The capital of", logit_bias=biases, return_tokens=True, **GREEDY)
         assert first not in biased["tokens"], biases
 
 
@@ -152,7 +147,7 @@ def test_what_sillytavern_sends(client: TestClient, expected: Any):
 
 
 def test_paths_without_a_version(client: TestClient):
-    fields = {"messages": MESSAGES, "max_tokens": 4, "temperature": 0}
+    fields = {"messages": QUESTION, "max_tokens": 4, "temperature": 0}
     one, other = (client.post(f"{root}/chat/completions", json=fields).json() for root in ("", "/v1"))
     assert one["choices"] == other["choices"]
     assert client.get("/models").json() == client.get("/v1/models").json()
@@ -207,9 +202,6 @@ def control(coder_model: Model, ids: list[int]) -> list[str]:
     return [vocabulary.token_name(token_id) for token_id in ids if not vocabulary.piece(token_id)]
 
 
-# -- prompts
-
-
 def prompts(path: str, loaded: Loaded, **fields: Any) -> list[list[int]]:
     """The token ids of the prompts that a request asks to go on from."""
     found = ENDPOINTS[path].read(loaded, fields, [])
@@ -229,13 +221,12 @@ def test_a_suffix_makes_a_gap(loaded: Loaded, coder_model: Model) -> None:
         assert prompts("/api/generate", loaded, model="coder", prompt=BEFORE, suffix=AFTER, raw=is_raw) == [read]
 
 
-def test_texts_around_a_gap_hold_no_control_tokens(loaded: Loaded, coder_model: Model) -> None:
+def test_control_tokens_are_read_in_a_raw_prompt_and_not_in_the_texts_around_a_gap(
+    loaded: Loaded, coder_model: Model
+) -> None:
+    """Editors write the tokens themselves, and other programs the marks of a chat template."""
     (read,) = prompts(COMPLETION, loaded, prompt=f"a{FIM[2]}", suffix=f"{FIM[0]}b<|end|>")
     assert control(coder_model, read) == [*FIM[:3]]
-
-
-def test_control_tokens_of_a_raw_prompt_are_read(loaded: Loaded, coder_model: Model) -> None:
-    """Editors write the tokens themselves, and other programs the marks of a chat template."""
     text = f"{FIM[0]}{BEFORE}{FIM[1]}{AFTER}{FIM[2]}"
     (read,) = prompts(COMPLETION, loaded, prompt=text)
     assert control(coder_model, read) == [*FIM[:3]]
@@ -289,21 +280,16 @@ def test_what_is_nearest_to_the_gap_is_kept(coder_model: Model, room: int) -> No
     assert ("far" in text) is not is_cut
 
 
-# -- answers
-
-
-def fill(client: TestClient, path: str = "/infill", **fields: Any) -> dict[str, Any]:
-    return post(client, path, fields)
-
-
 def test_an_answer_in_llama_servers_form(coder: TestClient) -> None:
-    answer = fill(coder, **GAP, grammar=writing("a + b"), n_predict=32, seed=-1, samplers=["infill"], cache_prompt=True)
+    answer = post(
+        coder, "/infill", **GAP, grammar=writing("a + b"), n_predict=32, seed=-1, samplers=["infill"], cache_prompt=True
+    )
     assert (answer["content"], answer["stop"], answer["stop_type"]) == ("a + b", True, "eos")
     assert answer["tokens_evaluated"] > 20 and answer["tokens_predicted"] >= 5
     assert not answer["truncated"] and not answer["has_new_line"] and answer["timings"]["predicted_n"] >= 5
-    cut = fill(coder, **GAP, grammar=writing("a + b"), n_predict=2)
+    cut = post(coder, "/infill", **GAP, grammar=writing("a + b"), n_predict=2)
     assert cut["stop_type"] == "limit" and "a + b".startswith(cut["content"])
-    word = fill(coder, **GAP, grammar=writing("a + b"), stop=[" +"])
+    word = post(coder, "/infill", **GAP, grammar=writing("a + b"), stop=[" +"])
     assert (word["content"], word["stop_type"], word["stopping_word"]) == ("a", "word", " +")
 
 
@@ -332,31 +318,42 @@ def test_both_paths_take_the_same_fields_and_answer_in_one_form(coder: TestClien
 @pytest.mark.parametrize("path", FORMS)
 def test_both_paths_end_with_a_block_and_choose_fields(coder: TestClient, path: str) -> None:
     body = FORMS[path] | {"grammar": writing("a\n    b\nc"), "n_indent": 4, "response_fields": ["content", "stop_type"]}
-    assert fill(coder, path, **body) == {"content": "a\n    b\n", "stop_type": "limit"}
+    assert post(coder, path, body) == {"content": "a\n    b\n", "stop_type": "limit"}
     assert "[DONE]" not in coder.post(path, json=body | {"stream": True}).text
     *parts, last = streamed(coder, path, **body)
     assert "".join(part["content"] for part in parts) == "a\n    b\n"
     assert last == {"content": "", "stop_type": "limit"}
     long = FORMS[path] | {"grammar": writing("a\n" + "b" * 200), "t_max_predict_ms": 1}
-    answer = fill(coder, path, **long)
+    answer = post(coder, path, long)
     assert len(answer["content"]) < 200 and (answer["stop_type"], answer["truncated"]) == ("limit", False)
 
 
+BOTH: list[tuple[dict[str, Any], str]] = [
+    ({"lora": [{"id": 0, "scale": 0.5}]}, "lora is not supported: this server applies no adapters"),
+    ({"n_predict": 4, "max_tokens": 5}, "the same setting"),
+    ({"t_max_predict_ms": 2**40}, "t_max_predict_ms must be an integer <="),
+    ({"response_fields": "content"}, "response_fields must be an array"),
+    ({"logit_bias": [5]}, "number or false"),
+    ({"logit_bias": [[-1, 1]]}, "token ids"),
+]
+
+
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("path", "fields", "said"),
     [
-        ({"lora": [{"id": 0, "scale": 0.5}]}, "lora is not supported: this server applies no adapters"),
-        ({"n_predict": 4, "max_tokens": 5}, "the same setting"),
-        ({"t_max_predict_ms": 2**40}, "t_max_predict_ms must be an integer <="),
-        ({"response_fields": "content"}, "response_fields must be an array"),
-        ({"logit_bias": [5]}, "number or false"),
-        ({"logit_bias": [[-1, 1]]}, "token ids"),
+        *((path, body | fields, said) for path, body in FORMS.items() for fields, said in BOTH),
+        ("/completion", {"prompt": ["a", ""]}, "not empty"),
+        ("/completion", {"prompt": [1, "a"]}, "prompt must be a text"),
+        ("/completion", {"prompt": ["a"] * 17}, "at most 16 are allowed"),
+        ("/completion", {"prompt": ["a"] * 9, "n": 2}, "at most 16 answers"),
+        ("/completion", {"prompt": None}, "prompt is missing"),
+        ("/infill", {"input_prefix": "a"}, "input_suffix is missing"),
+        ("/infill", GAP | {"input_extra": [{"filename": "a"}]}, "input_extra.0.text"),
     ],
 )
-def test_both_paths_refuse_the_same(coder: TestClient, fields: dict[str, Any], said: str) -> None:
-    for path, body in FORMS.items():
-        answered = coder.post(path, json=body | fields)
-        assert answered.status_code == 400 and said in answered.json()["error"]["message"], answered.text
+def test_a_wrong_request_names_its_field(coder: TestClient, path: str, fields: dict[str, Any], said: str) -> None:
+    answered = coder.post(path, json=fields)
+    assert answered.status_code == 400 and said in answered.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -369,32 +366,13 @@ def test_both_paths_refuse_the_same(coder: TestClient, fields: dict[str, Any], s
     ],
 )
 def test_where_a_block_ends(coder: TestClient, text: str, kept: str) -> None:
-    assert fill(coder, **GAP, grammar=writing(text), n_indent=4)["content"] == kept
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "said"),
-    [
-        ("/completion", {"prompt": ["a", ""]}, "not empty"),
-        ("/completion", {"prompt": [1, "a"]}, "prompt must be a text"),
-        ("/completion", {"prompt": ["a"] * 17}, "at most 16 are allowed"),
-        ("/completion", {"prompt": ["a"] * 9, "n": 2}, "at most 16 answers"),
-        ("/completion", {"prompt": None}, "prompt is missing"),
-        ("/completion", {"prompt": {"prompt_string": "x"}}, "prompt must be a string or an array"),
-        ("/infill", {"input_prefix": "a"}, "input_suffix is missing"),
-        ("/infill", GAP | {"input_extra": [{"filename": "a"}]}, "input_extra.0.text"),
-        ("/infill", GAP | {"input_extra": [{"text": "a", "path": "b"}]}, "input_extra.0.path"),
-    ],
-)
-def test_a_wrong_request_names_its_field(coder: TestClient, path: str, fields: dict[str, Any], said: str) -> None:
-    answered = coder.post(path, json=fields)
-    assert answered.status_code == 400 and said in answered.json()["error"]["message"]
+    assert post(coder, "/infill", **GAP, grammar=writing(text), n_indent=4)["content"] == kept
 
 
 def test_ollama_names_the_capability(coder: TestClient, client: TestClient) -> None:
-    assert "insert" in fill(coder, "/api/show", model="coder")["capabilities"]
+    assert "insert" in post(coder, "/api/show", model="coder")["capabilities"]
     body = {"model": "coder", "prompt": BEFORE, "suffix": AFTER, "stream": False, "options": {"num_predict": 3}}
-    assert fill(coder, "/api/generate", **body)["done_reason"] in ("length", "stop")
+    assert post(coder, "/api/generate", body)["done_reason"] in ("length", "stop")
     refused = coder.post("/api/generate", json=body | {"system": "Be brief."})
     assert refused.status_code == 400 and "system" in refused.json()["error"]
 

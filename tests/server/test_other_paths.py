@@ -93,14 +93,21 @@ def test_before_the_model_is_loaded(model: Model):
     service.require().scheduler.close()
 
 
+REPEATED = {"prompt": "one two three one two three one two", "max_tokens": 40, "temperature": 0}
+DRAFTING = REPEATED | {"speculative": {"drafter": "model", "draft_length": 3}}
+
+
+def complete(client: TestClient, **fields: Any) -> dict[str, Any]:
+    return post(client, COMPLETE, fields)
+
+
 def metrics(client: TestClient) -> dict[str, float]:
     lines = client.get("/metrics").text.splitlines()
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
 
-def test_metrics_count_tokens_and_accepted_positions(client: TestClient):
-    fields = {"prompt": "one two three one two three one two", "max_tokens": 40, "temperature": 0}
-    answer = client.post(COMPLETE, json=fields | {"speculative": {"draft_length": 3}}).json()
+def test_metrics_count_tokens_and_accepted_positions_and_have_histograms_of_latencies(client: TestClient):
+    answer = complete(client, **REPEATED, speculative={"draft_length": 3})
     timings, reason = answer["timings"], answer["choices"][0]["finish_reason"]
     client.get("/secret/path")
     text = client.get("/metrics").text
@@ -114,17 +121,17 @@ def test_metrics_count_tokens_and_accepted_positions(client: TestClient):
     assert found['edgespec_http_requests_total{path="/v1/completions",status="200"}'] == 1
     assert found['edgespec_http_requests_total{path="other",status="404"}'] == 1 and "secret" not in text
     assert found[f'edgespec_generations_total{{reason="{reason}"}}'] == 1
+    complete(client, **REPEATED)
+    found = metrics(client)
+    for name in ("edgespec_time_to_first_token_seconds", "edgespec_request_duration_seconds"):
+        buckets = [value for key, value in found.items() if key.startswith(f"{name}_bucket")]
+        assert buckets == sorted(buckets) and buckets[-1] == found[f"{name}_count"] == 2
+        assert found[f"{name}_sum"] > 0
+    first, whole = (found[f"edgespec_{kind}_seconds_sum"] for kind in ("time_to_first_token", "request_duration"))
+    assert first <= whole
 
 
 # -- What an operator sees of drafting and speed: the log line of an answer, `timings`, and /metrics
-
-
-REPEATED = {"prompt": "one two three one two three one two", "max_tokens": 40, "temperature": 0}
-DRAFTING = REPEATED | {"speculative": {"drafter": "model", "draft_length": 3}}
-
-
-def complete(client: TestClient, **fields: Any) -> dict[str, Any]:
-    return post(client, COMPLETE, fields)
 
 
 def test_a_log_line_tells_speed_and_drafting(client: TestClient, caplog: pytest.LogCaptureFixture):
@@ -143,15 +150,3 @@ def test_positions_of_a_tree_are_counted_once():
     found = Metrics()
     found.count_round(RoundRecord(9, "tree", 5, 2, (), 0.0, 0.1, tree_depth=3))
     assert (found.drafted_at, found.accepted_at) == ({0: 1, 1: 1, 2: 1}, {0: 1, 1: 1})
-
-
-def test_latencies_are_histograms(client: TestClient):
-    for _ in range(2):
-        complete(client, **REPEATED)
-    found = metrics(client)
-    for name in ("edgespec_time_to_first_token_seconds", "edgespec_request_duration_seconds"):
-        buckets = [value for key, value in found.items() if key.startswith(f"{name}_bucket")]
-        assert buckets == sorted(buckets) and buckets[-1] == found[f"{name}_count"] == 2
-        assert found[f"{name}_sum"] > 0
-    first, whole = (found[f"edgespec_{kind}_seconds_sum"] for kind in ("time_to_first_token", "request_duration"))
-    assert first <= whole

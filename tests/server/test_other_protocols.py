@@ -135,13 +135,6 @@ def test_the_model_is_listed_and_shown(client: TestClient, model: Model):
     assert client.post("/api/show", json={"name": "other"}).json() == shown
 
 
-@pytest.mark.parametrize(("path", "fields"), [("/api/generate", {}), ("/api/chat", {"messages": []})])
-def test_a_request_without_a_text_loads_the_model(client: TestClient, path: str, fields: dict[str, Any]):
-    found = post(client, path, model="demo", **fields)
-    assert (found["done"], found["done_reason"]) == (True, "load")
-    assert found.get("response", found.get("message", {}).get("content")) == ""
-
-
 @pytest.mark.parametrize("fields", [{"messages": QUESTION}, {"prompt": "hi"}, {"prompt": "hi", "raw": True}])
 def test_a_larger_context_than_the_servers_is_no_error_while_all_fits(client: TestClient, fields: dict[str, Any]):
     """Many clients send 8192 with every request."""
@@ -161,15 +154,9 @@ def test_a_larger_context_than_the_servers_is_no_error_while_all_fits(client: Te
 
 PATH = "/v1/messages?beta=true"
 CACHED = {"cache_control": {"type": "ephemeral"}}
-HEADERS = {
-    "anthropic-version": "2023-06-01",
-    "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14,context-management-2025-06-27",
-    "user-agent": "claude-cli/2.1.30 (external, cli)",
-    "x-app": "cli",
-}
+HEADERS = {"anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14"}
 BASH = {
     "name": "Bash",
-    "description": "Executes a given bash command.",
     "input_schema": {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "type": "object",
@@ -178,24 +165,18 @@ BASH = {
         "additionalProperties": False,
     },
 }
-SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
+ASKED = [
+    {"type": "text", "text": "<system-reminder>\nThe date is today's.\n</system-reminder>"},
+    {"type": "text", "text": "I want a table for two in San Jose.", **CACHED},
+]
 REQUEST: dict[str, Any] = {
     "model": "claude-opus-4-6",
-    "messages": [
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "<system-reminder>\nThe date is today's.\n</system-reminder>"},
-                {"type": "text", "text": "I want a table for two in San Jose.", **CACHED},
-            ],
-        }
-    ],
+    "messages": [{"role": "user", "content": ASKED}],
     "system": [
         {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.30.a1b; cc_entrypoint=cli; cch=00000;"},
         {"type": "text", "text": "You are Claude Code, Anthropic's official CLI for Claude.", **CACHED},
-        {"type": "text", "text": "You help with tasks.", **CACHED},
     ],
-    "tools": [BASH | CACHED, SEARCH],
+    "tools": [BASH | CACHED, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
     "metadata": {"user_id": "user_0_account__session_0"},
     "max_tokens": 32000,
     "thinking": {"type": "enabled", "budget_tokens": 31999},
@@ -215,22 +196,14 @@ def test_a_turn_of_the_agent(client: TestClient):
     assert "web_search_20250305 is left out" in notes
 
 
-def test_tokens_are_counted_for_the_same_fields(client: TestClient):
-    counted = {name: REQUEST[name] for name in ("model", "messages", "system", "tools", "thinking")}
-    found = client.post("/v1/messages/count_tokens?beta=true", json=counted, headers=HEADERS)
-    assert found.status_code == 200, found.text
-    usage = client.post(PATH, json=REQUEST | {"stream": False, "max_tokens": 1}).json()["usage"]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == found.json()["input_tokens"]
-
-
-def test_the_line_for_billing_is_not_read(client: TestClient):
+def test_tokens_are_counted_for_the_same_fields_without_the_line_for_billing(client: TestClient):
     """It has another number in each request: nothing behind it could be taken from the cache."""
-
-    def prompt_tokens(*system: dict[str, Any]) -> int:
-        counted = post(client, "/v1/messages/count_tokens", messages=QUESTION, system=system)
-        return counted["input_tokens"]
-
-    assert prompt_tokens(*REQUEST["system"]) == prompt_tokens(*REQUEST["system"][1:])
+    counted = {name: REQUEST[name] for name in ("model", "messages", "system", "tools", "thinking")}
+    path = "/v1/messages/count_tokens?beta=true"
+    found = client.post(path, json=counted, headers=HEADERS).json()["input_tokens"]
+    assert post(client, path, counted | {"system": REQUEST["system"][1:]})["input_tokens"] == found
+    usage = client.post(PATH, json=REQUEST | {"stream": False, "max_tokens": 1}).json()["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == found
 
 
 ONE_SYSTEM = """{% if messages[0].role == 'system' %}[{{ messages[0].content }}]{% set messages = messages[1:] %}
@@ -266,17 +239,9 @@ def test_system_messages_where_a_template_shows_one_only(template: str):
 
 
 def test_a_keep_alive_is_read_as_ollama_does():
-    for given, seconds in (
-        (None, None),
-        (0, 0),
-        (0.5, 0.5),
-        ("0", 0),
-        ("1.5h", 5400),
-        (-1, math.inf),
-        ("-1m", math.inf),
-    ):
-        assert read_keep_alive(given) == seconds
-    for given in ("", "5x", "m", True, [], "1h30m", 10**400):
+    given = {None: None, 0: 0, 0.5: 0.5, "1.5h": 5400, -1: math.inf, "-1m": math.inf}
+    assert {value: read_keep_alive(value) for value in given} == given
+    for wrong in ("", "5x", "m", True, [], "1h30m", 10**400):
         with pytest.raises(HttpError, match="keep_alive must be seconds or a duration") as caught:
-            read_keep_alive(given)
+            read_keep_alive(wrong)
         assert caught.value.status == 400

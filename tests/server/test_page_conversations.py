@@ -175,13 +175,7 @@ def test_what_is_exported_comes_back_and_other_files_too(tab: Browser, scripted:
 def test_the_prompt_is_read_before_thoughts_and_the_answer(tab: Browser, scripted: Scripted):
     read, thought = threading.Event(), threading.Event()
     progress = {"total": 2000, "cache": 0, "processed": 500, "time_ms": 10}
-    timings = {
-        "prompt_n": 500,
-        "cache_n": 300,
-        "predicted_n": 150,
-        "predicted_ms": 2500.0,
-        "predicted_per_second": 60.0,
-    }
+    timings = {"prompt_n": 500, "cache_n": 300, "predicted_n": 150, "predicted_ms": 2500.0, "predicted_per_second": 60}
     told = {"choices": [{"index": 0, "delta": {"reasoning_content": "Let me see."}}], "timings": timings}
     scripted.parts = [sse({"choices": [{"delta": {}}], "prompt_progress": progress}), read, sse(told), thought]
     scripted.parts = [*scripted.parts, sse(part("Yes.", finish="stop") | {"timings": timings}), DONE]
@@ -193,10 +187,8 @@ def test_the_prompt_is_read_before_thoughts_and_the_answer(tab: Browser, scripte
     assert not tab.value("document.querySelector('.assistant .reasoning').open") and not tab.text(".reading")
     thought.set()
     tab.until(COMPLETE)
-    assert (
-        tab.text(".assistant .reasoning summary") == "Thought for 2.5 s"
-        and tab.text(".assistant .reasoning div") == "Let me see."
-    )
+    assert tab.text(".assistant .reasoning summary") == "Thought for 2.5 s"
+    assert tab.text(".assistant .reasoning div") == "Let me see."
     assert tab.text("#context") == "Context: 950 of 1,000 tokens (95%)"
     assert scripted.asked[-1]["return_progress"] is True
 

@@ -64,10 +64,8 @@ HOSTILE = '<img src=x onerror="document.title=1"> <b>bold</b> [a](javascript:ale
 
 def count(tab: Browser, selector: str) -> int:
     """How many elements of the answer match."""
-    found: int = tab.value(
-        f"document.querySelector('.assistant .text').querySelectorAll({json.dumps(selector)}).length"
-    )
-    return found
+    code = f"document.querySelector('.assistant .text').querySelectorAll({json.dumps(selector)}).length"
+    return int(tab.value(code))
 
 
 def shown(tab: Browser, source: str, **message: object) -> None:
@@ -81,27 +79,14 @@ def shown(tab: Browser, source: str, **message: object) -> None:
 def test_a_document_with_all_of_it(tab: Browser, scripted: Scripted):
     shown(tab, DOCUMENT)
     wanted = {"h4 em": 1, "del": 1, "input[type=checkbox]": 2, "input:checked": 1, "li.task > strong": 1}
-    wanted |= {
-        "ul > li > ol > li > ul > li": 1,
-        "a": 2,
-        "td.to-right": 1,
-        ".math .katex-display": 2,
-        "ol[start='3'] pre": 1,
-    }
-    wanted |= {".hljs-keyword": 2, ".hljs-string": 1, ".hljs-comment": 1, "blockquote": 1, "ol pre": 1}
+    wanted |= {"ul > li > ol > li > ul > li": 1, "a": 2, "td.to-right": 1, ".math .katex-display": 2}
+    wanted |= {".hljs-keyword": 2, ".hljs-string": 1, ".hljs-comment": 1, "blockquote": 1, "ol[start='3'] pre": 1}
     wanted |= {"img, script, b": 0, "[style*=url], a[href*=evil], a[href^=javascript]": 0}
     assert {each: count(tab, each) for each in wanted} == wanted
     assert count(tab, ".katex") == 4  # what names an address or a class is shown as text in one
     text = tab.value(TEXT)
-    for each in (
-        "<b>no HTML</b>",
-        "1 < 2 and 5 * 3",
-        "$5 or $10",
-        "1 | 2",
-        "onerror=alert(1)",
-        'document.title = "gone"',
-    ):
-        assert each in text
+    plain = ("<b>no HTML</b>", "1 < 2 and 5 * 3", "$5 or $10", "1 | 2", "onerror=alert(1)", 'document.title = "gone"')
+    assert [each for each in plain if each not in text] == []
     assert tab.text("pre > code") == 'def f(x):\n    return "a" + x  # comment'
     assert tab.value("[...document.querySelectorAll('.text a')].map((a) => [a.textContent, a.href, a.rel])") == [
         ["https://example.org/a", "https://example.org/a", "noopener noreferrer nofollow"],
@@ -145,7 +130,6 @@ def test_a_document_that_grows_ends_as_it_is_drawn_at_once(tab: Browser, scripte
 
 
 ENDLESS = {
-    "lists": "".join("  " * depth + "- x\n" for depth in range(500)),
     "emphasis": "*a **b " * 3000,
     "formulas": "\\(" * 10000,
     "macros": r"$\def\a{\a\a}\a$",

@@ -82,18 +82,14 @@ def test_a_client_that_leaves_frees_the_model(url: str):
     assert ask(url, "hi", max_tokens=2).json()["usage"]["completion_tokens"] == 2
 
 
-def test_names_and_seeds_of_the_command_line(private_home: Path):
-    options = ("--alias", "mine", "--alias", "gpt-5", "--seed", "-1", "--port", "0")
-    with served(private_home, *options) as process:
+def test_names_and_places_of_the_command_line(private_home: Path):
+    with served(private_home, "--alias", "mine", "--alias", "gpt-5", "--port", "0") as process:
         url = read_line(process)["url"]
         assert [each["id"] for each in httpx.get(url + "/v1/models").json()["data"]] == ["mine", "gpt-5"]
         about = httpx.get(url + "/props").json()
         has_room = library_path() is not None  # the kernels take memory as texts grow, llama.cpp at once
         assert about["total_slots"] == (MOST_SEQUENCES if has_room else 1)
         assert any("answers" in part["name"] for part in about["memory"]["parts"]) == has_room
-        answers = [ask(url, "hi", max_tokens=1, model=name).json() for name in ("mine", "gpt-5", "other")]
-        assert {answer["model"] for answer in answers} == {"mine"}
-        assert len({answer["seed"] for answer in answers}) == 3
 
 
 def test_the_page_on_the_server_is_true(url: str):
@@ -162,17 +158,6 @@ def test_an_address_in_use_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         refusal(run("serve", "--port", str(port)), f"cannot listen on 127.0.0.1 port {port}: Address already in use")
-
-
-def test_without_its_libraries_one_line_names_the_command():
-    code = (
-        "import sys; sys.modules |= dict.fromkeys(('starlette', 'uvicorn'))\n"
-        "sys.argv[1:] = ['serve']\nfrom edgespec.__main__ import main\nmain()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: edgespec serve needs starlette and uvicorn") and "install" in line
 
 
 # -- `edgespec serve` with several models as a process: its options, its memory, files that are damaged, signals

@@ -137,20 +137,15 @@ def test_tokens_of_a_stop_string_are_not_shown(client, model, greedy, plain):
     assert "".join(tokens).startswith(shown) and len("".join(tokens[:-1])) < len(shown)
 
 
-def test_a_limit_of_minus_one_is_none(client, model, greedy):
+def test_a_limit_of_minus_one_is_none_and_ignore_eos_goes_on_to_the_limit(client, model, greedy):
     unlimited = model.chat(QUESTION, greedy).result()
     (choice,) = ask(client, temperature=0, max_tokens=-1)["choices"]
     assert unlimited.finish_reason == "stop" and choice["message"]["content"] == unlimited.text
+    goes_on = ask(client, temperature=0, max_tokens=200, ignore_eos=True)
+    assert goes_on["choices"][0]["finish_reason"] == "length" and goes_on["usage"]["completion_tokens"] == 200
 
 
 # -- tools
-
-
-def test_ignore_eos_goes_on_to_the_limit(client):
-    ended = ask(client, temperature=0, max_tokens=200)
-    assert ended["choices"][0]["finish_reason"] == "stop" and ended["usage"]["completion_tokens"] < 200
-    goes_on = ask(client, temperature=0, max_tokens=200, ignore_eos=True)
-    assert goes_on["choices"][0]["finish_reason"] == "length" and goes_on["usage"]["completion_tokens"] == 200
 
 
 def test_a_tool_call_is_parsed_and_ends_the_answer(client):

@@ -290,7 +290,7 @@ def test_it_is_told_as_after_its_load(tmp_path: Path, kind: str, options: dict[s
     pair = resolve_pair(chosen)
     known = Known.read(chosen, pair, Sampling(**dict(pair.recommended)), None)
     with edgespec.load(chosen) as model, serving(model) as service:
-        assert show(service, {})["capabilities"] == capabilities
+        assert show(service)["capabilities"] == capabilities
         facts, target = known.facts, model.target
         assert facts.chat_template == (target.vocabulary.chat_template or "")
         assert (facts.engine, facts.architecture) == (target.facts.name, target.facts.architecture)

@@ -46,9 +46,8 @@ TOOLS = [tool("BookTable"), tool("FindTable")]
 
 
 def post(client: TestClient, path: str, **fields: Any) -> dict[str, Any]:
-    short = (
-        {"stream": False, "options": {"temperature": 0}} if path == OLLAMA else {"max_tokens": 120, "temperature": 0}
-    )
+    greedy = {"temperature": 0}
+    short = {"stream": False, "options": greedy} if path == OLLAMA else {"max_tokens": 120} | greedy
     return serving.post(client, path, {"messages": QUESTION} | short | fields)
 
 
@@ -148,14 +147,9 @@ def test_a_forced_call_has_the_listed_arguments_only(client: TestClient, require
     for call in found["message"]["tool_calls"]:
         arguments = json.loads(call["function"]["arguments"])
         assert set(required) <= set(arguments) <= {"size"}
-
-
-@pytest.mark.parametrize("required", [3, [["size"]], ["other"]])
-def test_a_strange_list_of_required_arguments_is_no_server_error(client: TestClient, required: Any):
-    schema = {"type": "object", "properties": {"size": {"enum": ["big", "small"]}}, "required": required}
-    fields = {"tools": [tool("order", schema)], "tool_choice": "required", "messages": QUESTION}
-    answered = client.post(CHAT, json={"model": "demo", **fields, "max_tokens": 30})
-    assert answered.status_code in (200, 400)
+    for strange in (3, [["size"]], ["other"]):
+        fields["tools"] = [tool("order", schema | {"required": strange})]
+        assert client.post(CHAT, json=fields | {"max_tokens": 30}).status_code in (200, 400)
 
 
 def test_anthropics_tool_choice(client: TestClient):
@@ -279,7 +273,7 @@ def test_what_is_forced_is_a_call_that_matches(case: str, form: Form, vocabulary
     for ids in texts:
         parser, decoder, calls, rest = ToolParser(form, tools), IncrementalDecoder(vocabulary), [], ""
         for text, more in (
-            *(parser.push(control_text(vocabulary, token, parser.marks) + decoder.push(token)) for token in ids),
+            *(parser.push(control_text(vocabulary, token, parser.form.marks) + decoder.push(token)) for token in ids),
             parser.push(decoder.finish()),
             parser.finish(),
         ):

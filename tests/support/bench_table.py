@@ -23,12 +23,12 @@ class Waiting(TableEngine):
         return super().forward(batch)
 
 
-def table_model(folder: Path, pass_s: float = 0.0, spread: float = 4.0, sigma: float = 0.5, **options: object) -> Model:
+def table_model(folder: Path, pass_s: float = 0.0, **options: object) -> Model:
     """A model of a `Waiting` table with a draft that resembles it; `folder` holds the file that names it."""
     path = folder / "table.gguf"
-    path.write_text(f"{pass_s} {spread}")
-    target = Waiting.random(12, context_length=256, max_batch=64, spread=spread, end_id=None)
-    draft = TableEngine.random(12, context_length=256, max_batch=64, spread=spread).related(sigma=sigma)
+    path.write_text(str(pass_s))
+    target = Waiting.random(12, context_length=256, max_batch=64, spread=4.0, end_id=None)
+    draft = TableEngine.random(12, context_length=256, max_batch=64, spread=4.0).related(sigma=0.5)
     target.pass_s = pass_s
     pair = ModelPair("table", {"target": ModelFile(path), "draft": ModelFile(path)})
     return Model(LoadOptions(**options), pair, target, {"model": ModelDrafter(draft)})  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -169,7 +168,3 @@ class Browser:
         given["windowsVirtualKeyCode"] = {"Enter": 13, "Escape": 27, "ArrowUp": 38, "Tab": 9}.get(key, 0)
         self.send("Input.dispatchKeyEvent", type="keyDown", **given, **({"text": text} if text else {}))
         self.send("Input.dispatchKeyEvent", type="keyUp", **given)
-
-    def screenshot(self, path: Path) -> None:
-        """What the page shows, as PNG."""
-        path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))

@@ -37,18 +37,10 @@ def refusal(result: Result, *said: str, code: int = 2, beside: str = "note: ") -
 
 
 class Terminal:
-    """A command as it runs. `script`: what a shell runs instead, with the command in place of {}; `size`: in letters.
-
-    `has_errors`: standard error appears there, too.
-    """
+    """A command as it runs. `script`: what a shell runs instead, with the command in place of {}; `size`: letters."""
 
     def __init__(
-        self,
-        *arguments: str,
-        script: str | None = None,
-        size: tuple[int, int] = (200, 24),
-        has_errors: bool = True,
-        **environ: str,
+        self, *arguments: str, script: str | None = None, size: tuple[int, int] = (200, 24), **environ: str
     ) -> None:
         import fcntl
         import pty
@@ -58,15 +50,10 @@ class Terminal:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
         command = [sys.executable, "-m", "edgespec", *arguments]
 
-        def log_in() -> None:
-            os.login_tty(slave)
-            if not has_errors:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
         self.process = subprocess.Popen(
             command if script is None else ["sh", "-c", script.format(shlex.join(command))],
             env={**os.environ, "TERM": "xterm-256color", **environ},
-            preexec_fn=log_in,
+            preexec_fn=lambda: os.login_tty(slave),
         )
         os.close(slave)
         self._unread = ""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from tiny_gguf import Shape, begin, finish, vocabulary, write_vocabulary
 
 Extents = Mapping[str, tuple[int, ...]]
+Metadata = Mapping[str, Any] | None
 CONV_KERNEL = 4
 
 
@@ -58,83 +60,61 @@ class HybridShape:
         return layer % 4 != 3
 
 
-def write_lfm2(
-    path: Path, shape: HybridShape = HybridShape(), *, tensors: Mapping[str, NDArray[np.float32]] | None = None
-) -> Path:
-    """Write a random LFM2: short convolutions and attention. `tensors` replace random ones."""
-    writer = _begin(path, shape.lfm2, shape, shape.layers)
+def write_lfm2(path: Path, shape: HybridShape = HybridShape(), *, metadata: Metadata = None) -> Path:
+    """Write a random LFM2: short convolutions and attention. `metadata` replaces entries."""
+    writer = _begin(path, shape.lfm2, shape)
     writer.add_head_count_kv([0 if shape.is_recurrent(n) else shape.kv_heads for n in range(shape.layers)])
     writer.add_uint32(f"{shape.lfm2}.shortconv.l_cache", CONV_KERNEL - 1)
     if shape.experts[0]:
-        writer.add_expert_count(shape.experts[0])
-        writer.add_expert_used_count(shape.experts[1])
         writer.add_expert_feed_forward_length(shape.experts[2])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_leading_dense_block_count(1)
-    size = shape.width // shape.heads
-    extents: dict[str, tuple[int, ...]] = {"token_embd_norm.weight": (shape.width,)}
-    for layer in range(shape.layers):
-        own = shape if layer else replace(shape, experts=(0, 0, 0))
-        extents |= {
-            f"blk.{layer}.attn_norm.weight": (shape.width,),
-            **_feed_forward(layer, own, "ffn_norm", shared=False),
-        }
-        if shape.is_recurrent(layer):
-            extents |= {
-                f"blk.{layer}.shortconv.conv.weight": (shape.width, CONV_KERNEL - 1),
-                f"blk.{layer}.shortconv.in_proj.weight": (3 * shape.width, shape.width),
-                f"blk.{layer}.shortconv.out_proj.weight": (shape.width, shape.width),
-            }
-        else:
-            extents |= _attention(layer, shape, size, shape.heads * size, shape.heads * size)
-    return _finish(writer, path, extents, shape, tensors or {})
+    width = shape.width
+    recurrent = {
+        "shortconv.conv.weight": (width, CONV_KERNEL - 1),
+        "shortconv.in_proj.weight": (3 * width, width),
+        "shortconv.out_proj.weight": (width, width),
+    }
+
+    def feeds(layer: int) -> Extents:
+        return _feed_forward(shape if layer else replace(shape, experts=(0, 0, 0)), "ffn_norm", shared=False)
+
+    attention = _attention(shape, width // shape.heads)
+    extents = {"token_embd_norm.weight": (width,), **_layers(shape, feeds, recurrent, attention)}
+    return _finish(writer, path, extents, shape, {}, metadata)
 
 
 GRANITE_SCALES = {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0, "attention.scale": 0.09}
 
 
-def write_granite(
-    path: Path, shape: HybridShape = HybridShape(), *, tensors: Mapping[str, NDArray[np.float32]] | None = None
-) -> Path:
+def write_granite(path: Path, shape: HybridShape = HybridShape(), *, metadata: Metadata = None) -> Path:
     """Write a random Granite 4 H: Mamba-2, and attention without positions. Values are `value_size` wide."""
-    writer = _begin(path, "granitehybrid", replace(shape, hidden=shape.experts[2] or shape.hidden), shape.layers)
+    writer = _begin(
+        path, "granitehybrid", replace(shape, hidden=shape.experts[2] or shape.hidden), size=shape.head_size
+    )
     inner, width = shape.state_heads * shape.value_size, shape.width
     channels, size = inner + 2 * shape.state_size, shape.head_size
     writer.add_head_count_kv([0 if shape.is_recurrent(n) else shape.kv_heads for n in range(shape.layers)])
     for name, scale in GRANITE_SCALES.items():
         writer.add_float32(f"granitehybrid.{name}", scale)
     writer.add_rope_scaling_finetuned(False)
-    writer.add_key_length(size)
-    writer.add_value_length(size)
-    writer.add_ssm_conv_kernel(CONV_KERNEL)
-    writer.add_ssm_inner_size(inner)
-    writer.add_ssm_state_size(shape.state_size)
-    writer.add_ssm_time_step_rank(shape.state_heads)
-    writer.add_ssm_group_count(1)
+    _add_states(writer, shape, inner, 1)
     if shape.experts[0]:
-        writer.add_expert_count(shape.experts[0])
-        writer.add_expert_used_count(shape.experts[1])
         writer.add_expert_shared_feed_forward_length(shape.hidden)
-    extents: dict[str, tuple[int, ...]] = {"output_norm.weight": (width,)}
-    for layer in range(shape.layers):
-        block, feeds = f"blk.{layer}", _feed_forward(layer, shape, "ffn_norm")
-        extents |= {f"{block}.attn_norm.weight": (width,)}
-        extents |= {name: extent for name, extent in feeds.items() if "gate_inp_shexp" not in name}
-        if shape.is_recurrent(layer):
-            extents |= {
-                f"{block}.ssm_in.weight": (inner + channels + shape.state_heads, width),
-                f"{block}.ssm_conv1d.weight": (channels, CONV_KERNEL),
-                f"{block}.ssm_conv1d.bias": (channels,),
-                f"{block}.ssm_dt.bias": (shape.state_heads,),
-                f"{block}.ssm_a": (shape.state_heads, 1),
-                f"{block}.ssm_d": (shape.state_heads, 1),
-                f"{block}.ssm_norm.weight": (1, inner),
-                f"{block}.ssm_out.weight": (width, inner),
-            }
-        else:
-            attention = _attention(layer, shape, size, shape.heads * size, shape.heads * size)
-            extents |= {name: extent for name, extent in attention.items() if "norm" not in name}
-    return _finish(writer, path, extents, shape, tensors or {})
+    recurrent = {
+        "ssm_in.weight": (inner + channels + shape.state_heads, width),
+        "ssm_conv1d.weight": (channels, CONV_KERNEL),
+        "ssm_conv1d.bias": (channels,),
+        "ssm_dt.bias": (shape.state_heads,),
+        "ssm_a": (shape.state_heads, 1),
+        "ssm_d": (shape.state_heads, 1),
+        "ssm_norm.weight": (1, inner),
+        "ssm_out.weight": (width, inner),
+    }
+    feeds = {name: own for name, own in _feed_forward(shape, "ffn_norm").items() if "gate_inp_shexp" not in name}
+    attention = {name: own for name, own in _attention(shape, size).items() if "norm" not in name}
+    extents = {"output_norm.weight": (width,), **_layers(shape, lambda _: feeds, recurrent, attention)}
+    return _finish(writer, path, extents, shape, {}, metadata)
 
 
 def write_qwen35(
@@ -144,104 +124,115 @@ def write_qwen35(
     has_mtp: bool = False,
     tensors: Mapping[str, NDArray[np.float32]] | None = None,
     only_mtp: bool = False,
+    metadata: Metadata = None,
 ) -> Path:
     """Write a random Qwen3.5: gated delta nets, and attention in every fourth layer.
 
-    `has_mtp`: with a multi-token prediction layer; `only_mtp`: without all others; `tensors` replace random ones.
+    `has_mtp`: with a multi-token prediction layer; `only_mtp`: without all others; `tensors` and `metadata` replace
+    what it would hold.
     """
-    writer = _begin(path, shape.qwen35, shape, shape.layers + has_mtp)
+    writer = _begin(path, shape.qwen35, shape, size=shape.head_size, further=has_mtp)
     inner, size = shape.state_heads * shape.state_size, shape.head_size
     channels = inner + 2 * shape.key_heads * shape.state_size
     writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(size)
-    writer.add_value_length(size)
     rotated = shape.rotated or size
     writer.add_rope_dimension_count(rotated)
     writer.add_rope_dimension_sections([rotated // 4, rotated // 8, rotated // 8, 0])
+    _add_states(writer, shape, inner, shape.key_heads)
+    writer.add_uint32(f"{shape.qwen35}.full_attention_interval", 4)
+    if shape.experts[0]:
+        writer.add_expert_feed_forward_length(shape.experts[2])
+        writer.add_expert_shared_feed_forward_length(shape.hidden)
+    recurrent = {
+        "attn_qkv.weight": (channels, shape.width),
+        "attn_gate.weight": (inner, shape.width),
+        "ssm_conv1d.weight": (channels, CONV_KERNEL),
+        "ssm_dt.bias": (shape.state_heads,),
+        "ssm_a": (shape.state_heads,),
+        "ssm_beta.weight": (shape.state_heads, shape.width),
+        "ssm_alpha.weight": (shape.state_heads, shape.width),
+        "ssm_norm.weight": (shape.state_size,),
+        "ssm_out.weight": (shape.width, inner),
+    }
+    feeds, attention = _feed_forward(shape, "post_attention_norm"), _attention(shape, size, gated=True)
+    extents: Extents = {"output_norm.weight": (shape.width,)}
+    if has_mtp:
+        writer.add_uint32(f"{shape.qwen35}.nextn_predict_layers", 1)
+        pairs: dict[str, tuple[int, ...]] = {"nextn.eh_proj.weight": (shape.width, 2 * shape.width)}
+        pairs |= {f"nextn.{name}.weight": (shape.width,) for name in ("enorm", "hnorm")}
+        own = {"attn_norm.weight": (shape.width,), **feeds, **attention, **pairs}
+        extents = {**extents, **{f"blk.{shape.layers}.{name}": each for name, each in own.items()}}
+    if not only_mtp:
+        extents = {**extents, **_layers(shape, lambda _: feeds, recurrent, attention)}
+    return _finish(writer, path, extents, shape, tensors or {}, metadata)
+
+
+def _begin(
+    path: Path, architecture: str, shape: HybridShape, *, size: int | None = None, further: int = 0
+) -> gguf.GGUFWriter:
+    """`size` of heads, where it is not width / heads; `further` layers than the model's own."""
+    sizes = {"context": shape.context, "width": shape.width, "hidden": shape.hidden, "heads": shape.heads}
+    writer = begin(path, architecture, layers=shape.layers + further, size=size, **sizes)
+    if shape.experts[0]:
+        writer.add_expert_count(shape.experts[0])
+        writer.add_expert_used_count(shape.experts[1])
+    return writer
+
+
+def _add_states(writer: gguf.GGUFWriter, shape: HybridShape, inner: int, groups: int) -> None:
     writer.add_ssm_conv_kernel(CONV_KERNEL)
     writer.add_ssm_inner_size(inner)
     writer.add_ssm_state_size(shape.state_size)
     writer.add_ssm_time_step_rank(shape.state_heads)
-    writer.add_ssm_group_count(shape.key_heads)
-    writer.add_uint32(f"{shape.qwen35}.full_attention_interval", 4)
-    if shape.experts[0]:
-        writer.add_expert_count(shape.experts[0])
-        writer.add_expert_used_count(shape.experts[1])
-        writer.add_expert_feed_forward_length(shape.experts[2])
-        writer.add_expert_shared_feed_forward_length(shape.hidden)
-    extents: dict[str, tuple[int, ...]] = {"output_norm.weight": (shape.width,)}
-    if has_mtp:
-        writer.add_uint32(f"{shape.qwen35}.nextn_predict_layers", 1)
-        block = f"blk.{shape.layers}"
-        extents |= {
-            f"{block}.attn_norm.weight": (shape.width,),
-            **_feed_forward(shape.layers, shape, "post_attention_norm"),
-            **_attention(shape.layers, shape, size, 2 * shape.heads * size, shape.heads * size),
-            f"{block}.nextn.eh_proj.weight": (shape.width, 2 * shape.width),
-            f"{block}.nextn.enorm.weight": (shape.width,),
-            f"{block}.nextn.hnorm.weight": (shape.width,),
-        }
-    for layer in range(0 if only_mtp else shape.layers):
-        block = f"blk.{layer}"
-        extents |= {f"{block}.attn_norm.weight": (shape.width,)}
-        extents |= _feed_forward(layer, shape, "post_attention_norm")
-        if shape.is_recurrent(layer):
-            extents |= {
-                f"{block}.attn_qkv.weight": (channels, shape.width),
-                f"{block}.attn_gate.weight": (inner, shape.width),
-                f"{block}.ssm_conv1d.weight": (channels, CONV_KERNEL),
-                f"{block}.ssm_dt.bias": (shape.state_heads,),
-                f"{block}.ssm_a": (shape.state_heads,),
-                f"{block}.ssm_beta.weight": (shape.state_heads, shape.width),
-                f"{block}.ssm_alpha.weight": (shape.state_heads, shape.width),
-                f"{block}.ssm_norm.weight": (shape.state_size,),
-                f"{block}.ssm_out.weight": (shape.width, inner),
-            }
-        else:
-            extents |= _attention(layer, shape, size, 2 * shape.heads * size, shape.heads * size)
-    return _finish(writer, path, extents, shape, tensors or {})
+    writer.add_ssm_group_count(groups)
 
 
-def _begin(path: Path, architecture: str, shape: HybridShape, layers: int) -> gguf.GGUFWriter:
-    sizes = {"context": shape.context, "width": shape.width, "hidden": shape.hidden, "heads": shape.heads}
-    return begin(path, architecture, layers=layers, **sizes)
+def _layers(shape: HybridShape, feeds: Callable[[int], Extents], recurrent: Extents, attention: Extents) -> Extents:
+    found: dict[str, tuple[int, ...]] = {}
+    for layer in range(shape.layers):
+        mixes = recurrent if shape.is_recurrent(layer) else attention
+        own = {"attn_norm.weight": (shape.width,), **feeds(layer), **mixes}
+        found |= {f"blk.{layer}.{name}": extents for name, extents in own.items()}
+    return found
 
 
-def _feed_forward(layer: int, shape: HybridShape, norm: str, *, shared: bool = True) -> Extents:
+def _feed_forward(shape: HybridShape, norm: str, *, shared: bool = True) -> Extents:
+    """Of a layer; `shared`: beside routed experts there is one for all tokens."""
     count, _, inner = shape.experts
     end, width = "_shexp" if count else "", shape.width
-    found: dict[str, tuple[int, ...]] = {f"blk.{layer}.{norm}.weight": (width,)}
+    found: dict[str, tuple[int, ...]] = {f"{norm}.weight": (width,)}
     if shared or not count:
-        found |= {f"blk.{layer}.ffn_{name}{end}.weight": (shape.hidden, width) for name in ("gate", "up")}
-        found[f"blk.{layer}.ffn_down{end}.weight"] = width, shape.hidden
+        found |= {f"ffn_{name}{end}.weight": (shape.hidden, width) for name in ("gate", "up")}
+        found[f"ffn_down{end}.weight"] = width, shape.hidden
     if not count:
         return found
-    own = (
-        {f"blk.{layer}.ffn_gate_inp_shexp.weight": (width,)} if shared else {f"blk.{layer}.exp_probs_b.bias": (count,)}
-    )
-    gates = ({"gate_up": 2 * inner} if shape.is_joined else {"gate": inner, "up": inner}).items()
-    return {
-        **found,
-        **own,
-        f"blk.{layer}.ffn_gate_inp.weight": (count, width),
-        **{f"blk.{layer}.ffn_{name}_exps.weight": (count, size, width) for name, size in gates},
-        f"blk.{layer}.ffn_down_exps.weight": (count, width, inner),
-    }
+    found |= {"ffn_gate_inp_shexp.weight": (width,)} if shared else {"exp_probs_b.bias": (count,)}
+    found["ffn_gate_inp.weight"] = count, width
+    gates = {"gate_up": 2 * inner} if shape.is_joined else {"gate": inner, "up": inner}
+    found |= {f"ffn_{name}_exps.weight": (count, size, width) for name, size in gates.items()}
+    return {**found, "ffn_down_exps.weight": (count, width, inner)}
 
 
-def _attention(layer: int, shape: HybridShape, size: int, queries: int, output: int) -> Extents:
+def _attention(shape: HybridShape, size: int, *, gated: bool = False) -> Extents:
+    """Heads of `size`; `gated`: each query has a gate beside it."""
+    queries, keys = shape.heads * size, shape.kv_heads * size
     return {
-        f"blk.{layer}.attn_q_norm.weight": (size,),
-        f"blk.{layer}.attn_k_norm.weight": (size,),
-        f"blk.{layer}.attn_q.weight": (queries, shape.width),
-        f"blk.{layer}.attn_k.weight": (shape.kv_heads * size, shape.width),
-        f"blk.{layer}.attn_v.weight": (shape.kv_heads * size, shape.width),
-        f"blk.{layer}.attn_output.weight": (shape.width, output),
+        "attn_q_norm.weight": (size,),
+        "attn_k_norm.weight": (size,),
+        "attn_q.weight": (queries * (1 + gated), shape.width),
+        "attn_k.weight": (keys, shape.width),
+        "attn_v.weight": (keys, shape.width),
+        "attn_output.weight": (shape.width, queries),
     }
 
 
 def _finish(
-    writer: gguf.GGUFWriter, path: Path, extents: Extents, shape: HybridShape, given: Mapping[str, NDArray[np.float32]]
+    writer: gguf.GGUFWriter,
+    path: Path,
+    extents: Extents,
+    shape: HybridShape,
+    given: Mapping[str, NDArray[np.float32]],
+    metadata: Metadata,
 ) -> Path:
     tokens = write_vocabulary(writer, Shape(merges=shape.merges))
     rng = np.random.default_rng(shape.seed)
@@ -250,7 +241,7 @@ def _finish(
     drawn = {name: given.get(name, _values(rng, name, size)) for name, size in sizes.items()}
     kept = re.compile(r"conv|norm|ssm_[ad]\b")  # as floats; of Granite vectors are matrices
     floats = gguf.GGMLQuantizationType.F32
-    return finish(writer, path, drawn, kind=lambda name: floats if kept.search(name) else shape.weights)
+    return finish(writer, path, drawn, metadata, lambda name: floats if kept.search(name) else shape.weights)
 
 
 def _values(rng: np.random.Generator, name: str, size: tuple[int, ...]) -> NDArray[np.float32]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -89,22 +90,30 @@ def assert_same_text(
 
 
 def assert_several_draft_apart(target: str, texts: Sequence[str], drafter: Any, **options: Any) -> None:
-    """Texts that are decoded together are those that they are alone, and as many of their drafts are accepted."""
-    usual = GenerateOptions(max_tokens=24, drafter=drafter, draft_length=4, ignore_eos=True)
-    with edgespec.load(target, reproducible=True, parallel=3, threads=TEST_THREADS, **options) as model:
+    """Texts that are decoded together are those that they are alone, and as many of their drafts are accepted.
+
+    Whether all of them draft, or every second one.
+    """
+    drafting = GenerateOptions(max_tokens=24, drafter=drafter, draft_length=4, ignore_eos=True)
+    options |= {"drafter": drafter, "reproducible": True, "parallel": 3, "threads": TEST_THREADS}
+    with edgespec.load(target, **options) as model:
         for sampling in (Sampling(temperature=0.0, seed=2), Sampling(temperature=0.9, seed=2)):
             plain, alone = [], []
             for text in texts:
-                plain.append(model.generate(text, sampling, replace(usual, drafter="none")))
+                plain.append(model.generate(text, sampling, replace(drafting, drafter="none")))
                 model.forget()
-                alone.append(model.generate(text, sampling, usual))
+                alone.append(model.generate(text, sampling, drafting))
                 model.forget()
-            found = model.generate_all(texts, sampling, usual)
-            for one, other, together in zip(plain, alone, found, strict=True):
-                assert (together.token_ids, together.logprobs) == (one.token_ids, one.logprobs)
-                assert together.stats.drafted_tokens > 24
-                assert together.stats.accepted_tokens == other.stats.accepted_tokens
-            model.forget()
+            assert sum(result.stats.drafted_tokens for result in alone) > len(texts)
+            for wanted in ([drafter] * len(texts), [drafter, "none"] * len(texts)):
+                asked = [replace(drafting, drafter=name) for _, name in zip(texts, wanted, strict=False)]
+                with model.batch() as batch:
+                    found = batch.results([model.stream(*each) for each in zip(texts, repeat(sampling), asked)])
+                model.forget()
+                for one, other, own, together in zip(plain, alone, asked, found, strict=True):
+                    assert (together.token_ids, together.logprobs) == (one.token_ids, one.logprobs)
+                    accepted = 0 if own.drafter == "none" else other.stats.accepted_tokens
+                    assert together.stats.accepted_tokens == accepted
 
 
 def assert_window_changes_no_text(target: str, drafter: Any, **options: Any) -> None:

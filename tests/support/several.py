@@ -80,8 +80,8 @@ class Host:
             self.models[name] = Served(name, service)
             service.begin(self.models[name])
         self.services = Services(*(each.service for each in self.models.values()))
-        self.models[names[0]].load()
         self.app = create_app(self.services)
+        self.models[names[0]].load()
         self.client = TestClient(self.app, base_url=BASE_URL)
 
     def __getitem__(self, name: str) -> Served:

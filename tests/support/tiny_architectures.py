@@ -45,7 +45,7 @@ class Case:
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(GGUF name, extents) of all tensors."""
-        table, sizes = KINDS[self.kind].table, self.sizes
+        table, sizes = KINDS[self.kind], self.sizes
         for name, row in table.outer.items():
             if not (self.is_tied and name == "lm_head.weight"):
                 yield row.name, sizes.shape(row.shape)

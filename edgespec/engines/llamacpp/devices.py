@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from edgespec.config.values import CPU, TensorOverrides, device_of
+from edgespec.config.values import CPU, TensorOverrides
 from edgespec.engines.llamacpp.library import library
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import GgufHeader
@@ -151,7 +151,8 @@ class LayerSizes:
         weights, moved, visiting = [0] * layers, 0, 0
         head: dict[str, int] = {}
         for tensor in header.tensors:
-            found, device = LAYER.match(tensor.name), device_of(tensor.name, overrides)
+            found = LAYER.match(tensor.name)
+            device = next((device for pattern, device in overrides if re.search(pattern, tensor.name)), "")
             if device == CPU:
                 visiting = max(visiting, tensor.num_bytes)
             elif device:

@@ -21,7 +21,6 @@ from typing import Any, NoReturn, Self, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.config.values import split_endpoint
 from edgespec.contained import Child, ChildEnded
 from edgespec.engines.base import Engine, EngineFacts, check_threads
 from edgespec.engines.booked import BookedEngine, SequenceBook, SequenceRows
@@ -46,8 +45,9 @@ def ask(endpoint: str, timeout_s: float = TIMEOUT_S) -> None:
 
     Asked before llama.cpp connects: it would wait for a busy server for ever, and end the process where one is lost.
     """
+    host, _, port = endpoint.rpartition(":")
     try:
-        with socket.create_connection(split_endpoint(endpoint), timeout_s) as connection:
+        with socket.create_connection((host, int(port)), timeout_s) as connection:
             connection.settimeout(timeout_s)
             connection.sendall(_HELLO)
             if connection.makefile("rb").read(8) != _ANNOUNCED:

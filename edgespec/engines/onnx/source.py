@@ -48,8 +48,8 @@ from edgespec.formats.onnx.llama import llama_graph, rotary_bytes
 from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.formats.onnx.tiles import Tiles, tiles_name
 from edgespec.kernels import interface
-from edgespec.platform.disk_cache import cache_folder, file_key, key_of
-from edgespec.platform.files import write_atomically
+from edgespec.platform.disk_cache import file_key, key_of
+from edgespec.platform.files import user_folder, write_atomically
 from edgespec.platform.machine import usable_processors
 
 TILE_ROWS = 16  # outputs of a tile
@@ -426,7 +426,7 @@ def packed_tiles(wanted: Mapping[Key, tuple[int, Fill]]) -> dict[Key, NDArray[np
 def _tokenizer_folder(model: GgufModel) -> Path:
     """The folder with the tokenizer of a GGUF, made now or by an earlier load; of this process alone where it must."""
     key = key_of("tokenizer", TOKENIZER_FORMAT, file_key(model.path))
-    folder = cache_folder() / KEPT / key
+    folder = user_folder("cache") / KEPT / key
     if all((folder / name).is_file() for name in FILES):
         with suppress(OSError):
             os.utime(folder)  # the last used are kept

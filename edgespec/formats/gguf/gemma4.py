@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from edgespec.formats.architectures import Sizes, Tensor
-from edgespec.formats.gguf.header import GgufNumbers
-from edgespec.formats.gguf.model import HEAD_MULTIPLE, GgufModel, Reader, Tensors
+from edgespec.formats.gguf.model import EXPERT_INNER, HEAD_MULTIPLE, INNER, SIZES, GgufModel, Reader, Tensors
 from edgespec.formats.gguf.tables import ROUTED_LAYER, SCALED_LAYER, SECOND_EMBEDDING, SECOND_EMBEDDING_LAYER
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.gemma4 import Gemma4Config, Gemma4Layer
@@ -20,29 +19,28 @@ class Gemma4Reader(Reader):
     _layer_sizes: list[Sizes]
 
     def _sizes(self) -> Sizes:
-        layers, context, width, heads = (
-            self._size(key) for key in ("block_count", "context_length", "embedding_length", "attention.head_count")
-        )
+        layers, context, width, heads = (self._size(key) for key in SIZES)
         windowed = self._windowed(layers)
-        inner, kv_heads = (self._each_layer(key, layers) for key in ("feed_forward_length", "attention.head_count_kv"))
+        inner, kv_heads = (self._each_layer(key, layers) for key in (INNER, "attention.head_count_kv"))
         head_dims = self._head_dim("", width // heads), self._head_dim("_swa", width // heads)
         experts = int(self._number("expert_count", 0))
         outer = Sizes(
             *(layers, width, inner[0], heads, kv_heads[0], head_dims[0], len(self._header.tokens), context, experts),
-            self._size("expert_feed_forward_length") if experts else 0,
-            int(self._number("embedding_length_per_layer_input", 0)),
-            self._other_sizes(),
+            self._size(EXPERT_INNER) if experts else 0,
+            self._other_sizes(layers),
         )
         self._layer_sizes = [
             replace(outer, inner=inner[layer], kv_heads=kv_heads[layer], head_dim=head_dims[layer in windowed])
             for layer in range(layers)
         ]
-        if outer.per_layer:
-            self._table = replace(self._table, outer={**self._table.outer, **SECOND_EMBEDDING})
+        if outer.others["p"]:
+            self._kind = replace(self._kind, outer={**self._kind.outer, **SECOND_EMBEDDING})
         return outer
 
-    def _other_sizes(self) -> Mapping[str, int]:
-        return {}
+    def _other_sizes(self, layers: int) -> Mapping[str, int]:
+        """p: of the second embedding in a layer, P: in all."""
+        size = int(self._number("embedding_length_per_layer_input", 0))
+        return {"p": size, "P": size * layers}
 
     def _sizes_of(self, layer: int, sizes: Sizes) -> Sizes:
         return self._layer_sizes[layer]
@@ -50,8 +48,8 @@ class Gemma4Reader(Reader):
     def _layer_table(self, layer: int) -> Mapping[str, Tensor]:
         sizes, is_scaled = self._layer_sizes[layer], "blk.0.layer_output_scale.weight" in self._infos
         return {
-            **self._table.layer,
-            **(SECOND_EMBEDDING_LAYER if sizes.per_layer else {}),
+            **self._kind.layer,
+            **(SECOND_EMBEDDING_LAYER if sizes.others["p"] else {}),
             **(ROUTED_LAYER if sizes.experts else {}),
             **(SCALED_LAYER if is_scaled else {}),
         }
@@ -62,23 +60,21 @@ class Gemma4Reader(Reader):
     def _config(self, sizes: Sizes, tensors: Tensors) -> LlamaConfig:
         windowed = self._windowed(sizes.layers)
         own = {
-            "intermediate_size": max(each.inner for each in self._layer_sizes),
             "window_head_dim": self._head_dim("_swa", sizes.width // sizes.heads),
             "attention_scale": 1.0,
             "layers": self._layers(windowed, tensors),
-            "per_layer_size": sizes.per_layer,
+            "per_layer_size": sizes.others["p"],
             "has_scales": "model.layers.0.layer_scalar" in tensors,
         }
         return Gemma4Config(**self._settings(sizes, tensors) | own)
 
     def _each_layer(self, key: str, layers: int) -> list[int]:
         """A size that is given for all layers together or for each."""
-        found = self._value(key)
-        if not isinstance(found, GgufNumbers):
-            return [self._size(key)] * layers
-        if len(found.items) != layers or not all(isinstance(each, int) and 0 < each < 1 << 31 for each in found.items):
-            raise self._wrong(f"its {key} is {str(found.items)[:40]}, a size for each of {layers} layers was expected")
-        return [int(each) for each in found.items]
+        found = self._items(key) or (self._size(key),) * layers
+        sizes = [each for each in found if isinstance(each, int) and 0 < each < 1 << 31]
+        if len(sizes) != layers or len(found) != layers:
+            raise self._wrong(f"its {key} is {str(found)[:40]}, a size for each of {layers} layers was expected")
+        return sizes
 
     def _head_dim(self, kind: str, default: int) -> int:
         """Of full layers ("") or windowed ones ("_swa"); all of a head is rotated."""
@@ -124,9 +120,10 @@ class Gemma4DrafterReader(Gemma4Reader):
         config = replace(config, window=config.window - 1, target_width=width, embedding_scale=float(width**0.5))
         return replace(found, config=config, tensors={**found.tensors, HEAD: found.tensors[EMBEDDING]})
 
-    def _other_sizes(self) -> Mapping[str, int]:
+    def _other_sizes(self, layers: int) -> Mapping[str, int]:
+        """P: of the target's states."""
         width = self._size("embedding_length_out")
-        return {"P": width, "2P": 2 * width}
+        return {"p": 0, "P": width, "2P": 2 * width}
 
     def _layers(self, windowed: frozenset[int], tensors: Tensors) -> tuple[Gemma4Layer, ...]:
         return tuple(Gemma4Layer("q", size.kv_heads, size.head_dim, 0) for size in self._layer_sizes)

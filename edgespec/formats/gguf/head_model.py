@@ -13,7 +13,7 @@ from edgespec.formats.architectures import Sizes
 from edgespec.formats.gguf.header import GgufHeader, TensorInfo
 from edgespec.formats.gguf.heads import read_head
 from edgespec.formats.gguf.model import Reader, Tensors
-from edgespec.formats.gguf.tables import DFLASH2_LAYER, DFLASH2_OUTER, DFLASH_OUTER, HEAD_OUTER, Kind
+from edgespec.formats.gguf.tables import DFLASH2_LAYER, DFLASH2_OUTER, DFLASH_OUTER, HEAD_OUTER
 from edgespec.formats.onnx.dflash import CONFIDENCE_BIAS, FOLLOWERS, MARKOV, BlockConfig
 from edgespec.formats.onnx.eagle import EagleConfig
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
@@ -25,8 +25,8 @@ OF_TARGET = {EMBEDDING: -1, HEAD: -2}  # the offsets of tables that a file lacks
 class _HeadReader(Reader):
     """Raises CapabilityError for a variant that nobody runs."""
 
-    def __init__(self, path: Path, header: GgufHeader, kind: Kind) -> None:
-        super().__init__(path, header, kind)
+    def __init__(self, path: Path, header: GgufHeader) -> None:
+        super().__init__(path, header)
         self._head = read_head(path)
 
     def _sizes(self) -> Sizes:
@@ -47,7 +47,7 @@ class _HeadReader(Reader):
 
 class EagleReader(_HeadReader):
     def _config(self, sizes: Sizes, tensors: Tensors) -> LlamaConfig:
-        is_normed = bool(self._number("norm_before_residual", 0))
+        is_normed = self._flag("norm_before_residual", default=False)
         return EagleConfig(**self._settings(sizes, tensors), norms_residual=is_normed)
 
 
@@ -62,9 +62,9 @@ class BlockReader(_HeadReader):
                 raise self._wrong(
                     f"it has {told}; of {found.width} channels, {head.block_size} rows, {head.num_drafted}"
                 )
-            self._table = replace(self._table, outer=DFLASH2_OUTER, layer=DFLASH2_LAYER)
+            self._kind = replace(self._kind, outer=DFLASH2_OUTER, layer=DFLASH2_LAYER)
             others["kernels"] = 2 * head.kernel_size * found.width // head.group_size
-        markov = self._infos.get(self._table.outer[MARKOV].name)
+        markov = self._infos.get(self._kind.outer[MARKOV].name)
         rank = markov.shape[0] if markov else 0
         return replace(found, others={**others, "r": rank, "d+r": found.width + rank})
 

@@ -7,7 +7,9 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import math
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -165,6 +167,47 @@ class GgufHeader:
         return () if found is None or isinstance(found, GgufStrings) else (found,)
 
 
+class MetadataReader(ABC):
+    """Typed access to the metadata of one file, under keys of its architecture's own."""
+
+    def __init__(self, path: Path, header: GgufHeader) -> None:
+        self._path, self._header = path, header
+        self._infos = {tensor.name: tensor for tensor in header.tensors}
+
+    def _value(self, key: str) -> Any:
+        return self._header.value(key)
+
+    def _items(self, key: str) -> tuple[Scalar, ...]:
+        """A list; empty where there is none."""
+        return self._header.listed(key) if isinstance(self._value(key), GgufNumbers) else ()
+
+    def _number(self, key: str, default: float | None = None) -> float:
+        """One number, or where there is none `default`; None: it must be there."""
+        found = self._value(key)
+        found = default if found is None else found
+        if not isinstance(found, (int, float)) or not math.isfinite(found):
+            what = "is missing" if found is None else f"is {str(found)[:40]}, one number was expected"
+            raise self._wrong(f"{self._header.architecture}.{key} {what}")
+        return float(found)
+
+    def _size(self, key: str, default: int | None = None) -> int:
+        """A number above 0."""
+        found = self._number(key, default)
+        if not 1 <= found < 1 << 31 or found != int(found):
+            raise self._wrong(f"{self._header.architecture}.{key} is {found}, a size was expected")
+        return int(found)
+
+    def _flag(self, key: str, *, default: bool) -> bool:
+        found = self._value(key)
+        if found is not None and not isinstance(found, bool):
+            raise self._wrong(f"its {key} is {found!r:.60}, true or false is needed")
+        return default if found is None else found
+
+    @abstractmethod
+    def _wrong(self, reason: str) -> ModelFileError:
+        """The error of a file that cannot be used."""
+
+
 _T = TypeVar("_T")
 _kept: ContextVar[dict[tuple[object, ...], Any] | None] = ContextVar("kept headers", default=None)
 
@@ -253,13 +296,10 @@ class _HeaderReader:
         label, values, size = TENSOR_TYPES[kind]
         if min(shape) < 1 or max(shape) > 1 << 40 or shape[0] % values:
             raise self._wrong(f"tensor {name!r} of type {label} cannot have the shape {shape}")
-        count = 1
-        for extent in shape:
-            count *= extent
-        return TensorInfo(name, shape, label, offset, count // values * size)
+        return TensorInfo(name, shape, label, offset, math.prod(shape) // values * size)
 
     def _check_tensors(self, header: GgufHeader, alignment: int) -> None:
-        names = set()
+        names = set[str]()
         for tensor in header.tensors:
             if tensor.name in names or not 0 < len(tensor.name.encode()) <= MAX_NAME_BYTES:
                 raise self._wrong(f"the tensor name {tensor.name[:80]!r} is used twice, empty or too long")

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.check import HEAD_NAMES, HeadKind, check_gguf, head_kind, is_gemma4_drafter, main_layers
-from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, Scalar, TensorInfo, Value, read_header
+from edgespec.formats.gguf.header import GgufHeader, MetadataReader, TensorInfo, read_header
 
 HeadForm = Literal["eagle3", "dflash", "mtp", "gemma4"]
 EAGLE3_LAYERS = 3  # of the target that an EAGLE-3 head reads: llama.cpp knows no other number
@@ -33,6 +33,7 @@ MAX_BLOCK = 64  # tokens that a DFlash head denoises at once
 # Those of a DSpark head, whose Markov chain takes 24 nodes of llama.cpp's graph for each: it has 1024, of which a layer
 # takes up to 70, and ends the process when they are used up.
 MAX_CHAIN, MAX_CHAIN_LAYERS = 16, 8
+_SECOND = {"num_candidates": "selector_top_k", "kernel_size": "conv_kernel_size", "group_size": "conv_group_size"}
 _SELECTOR = "selector_hidden.weight"
 _MARKOV_FROM, _CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
 _SLIDING, _SECTIONS = "attention.sliding_window_pattern", "rope.dimension_sections"
@@ -150,12 +151,11 @@ def _of_layer(header: GgufHeader, name: str, layer: int) -> object:
     return found[layer] if 0 <= layer < len(found) else found[0] if len(found) == 1 else None
 
 
-class _Reader:
+class _Reader(MetadataReader):
     """A head's numbers and the shapes of its tensors, checked."""
 
     def __init__(self, path: Path, header: GgufHeader) -> None:
-        self._path, self._header = path, header
-        self._tensors = {tensor.name: tensor for tensor in header.tensors}
+        super().__init__(path, header)
         self._form: HeadForm | None = "gemma4" if is_gemma4_drafter(header) else head_kind(header)
         self._vocabulary_size = len(header.tokens)
 
@@ -170,7 +170,7 @@ class _Reader:
         return HeadSizes(
             form=form,
             vocabulary_size=self._vocabulary_size,
-            context_length=self._count("context_length"),
+            context_length=self._size("context_length"),
             weight_bytes=sum(tensor.num_bytes for tensor in self._header.tensors),
             **others,
         )
@@ -178,22 +178,22 @@ class _Reader:
     # -- the forms
 
     def _eagle3(self) -> HeadSizes:
-        if self._count("block_count") != 1:
-            raise self._wrong(f"it has {self._count('block_count')} layers, an EAGLE-3 head has one")
-        width, kv_heads = self._count("embedding_length"), self._count("attention.head_count_kv")
+        if self._size("block_count") != 1:
+            raise self._wrong(f"it has {self._size('block_count')} layers, an EAGLE-3 head has one")
+        width, kv_heads = self._size("embedding_length"), self._size("attention.head_count_kv")
         self._check_embeddings(width)
         return self._sizes(
             "eagle3",
             width=width,
-            target_width=self._count("target_hidden_size"),
+            target_width=self._size("target_hidden_size"),
             layers=self._target_layers(EAGLE3_LAYERS),
             drafted_ids=self._drafted_ids(),
-            shares_weights=EMBEDDINGS not in self._tensors or OUTPUT not in self._tensors,
+            shares_weights=EMBEDDINGS not in self._infos or OUTPUT not in self._infos,
             kv_bytes_per_token=2 * kv_heads * self._head_size(width) * HALF_BYTES,
         )
 
     def _mtp(self) -> HeadSizes:
-        width = self._count("embedding_length")
+        width = self._size("embedding_length")
         return self._sizes(
             "mtp",
             width=width,
@@ -203,17 +203,17 @@ class _Reader:
         )
 
     def _gemma4(self) -> HeadSizes:
-        count = self._count("block_count")
-        if self._count("nextn_predict_layers") != count:
+        count = self._size("block_count")
+        if self._size("nextn_predict_layers") != count:
             raise self._wrong(f"its nextn_predict_layers differ from its {count} layers")
         if len(self._items(_SLIDING)) != count:
             raise self._wrong(f"its {_SLIDING} has {len(self._items(_SLIDING))} entries for {count} layers")
         for ending in ("", "_swa"):
-            size, rotated = self._count(f"attention.key_length{ending}"), self._value(f"rope.dimension_count{ending}")
+            size, rotated = self._size(f"attention.key_length{ending}"), self._value(f"rope.dimension_count{ending}")
             if isinstance(rotated, int):
                 self._check_rotated(rotated, size)
-        self._check_embeddings(self._count("embedding_length"))
-        width = self._count("embedding_length_out")  # of the states that it reads and gives: its target's
+        self._check_embeddings(self._size("embedding_length"))
+        width = self._size("embedding_length_out")  # of the states that it reads and gives: its target's
         return self._sizes("gemma4", width=width, target_width=width, shares_weights=True)
 
     def _dflash(self) -> HeadSizes:
@@ -222,15 +222,15 @@ class _Reader:
                 f"{self._path.name} is {variant}, which edgespec does not run: give a DFlash or DSpark head for a text "
                 "model with its own layers, or a draft model"
             )
-        width, num_layers = self._count("embedding_length"), self._count("block_count")
+        width, num_layers = self._size("embedding_length"), self._size("block_count")
         self._check_embeddings(width)
         self._check_window(num_layers)
         for tensor in self._header.tensors:
             if tensor.name.endswith((".scale", ".bias")) and tensor.kind != "F32":
                 raise self._wrong(f"its tensor {tensor.name!r} is {tensor.kind}, F32 is needed")
-        has_markov = _MARKOV_FROM in self._tensors
-        has_table, has_output = EMBEDDINGS in self._tensors, OUTPUT in self._tensors
-        kv_heads = self._count("attention.head_count_kv", self._count("attention.head_count"))
+        has_markov = _MARKOV_FROM in self._infos
+        has_table, has_output = EMBEDDINGS in self._infos, OUTPUT in self._infos
+        kv_heads = self._size("attention.head_count_kv", self._size("attention.head_count"))
         return self._sizes(
             "dflash",
             width=width,
@@ -242,13 +242,11 @@ class _Reader:
             first_row=0 if has_markov and self._flag("sample_from_anchor", default=True) else 1,
             is_causal=self._flag("attention.causal", default=False),
             has_markov=has_markov,
-            has_confidence=has_markov and _CONFIDENCE in self._tensors,
+            has_confidence=has_markov and _CONFIDENCE in self._infos,
             only_kernels=self._only_kernels(),
-            num_candidates=self._count("selector_top_k") if self._is_second() else 0,
-            kernel_size=self._count("conv_kernel_size") if self._is_second() else 0,
-            group_size=self._count("conv_group_size") if self._is_second() else 0,
-            shares_weights=not has_table or (DRAFTED in self._tensors and not has_output),
-            inner_width=self._count("feed_forward_length"),
+            **({name: self._size(key) for name, key in _SECOND.items()} if self._is_second() else {}),
+            shares_weights=not has_table or (DRAFTED in self._infos and not has_output),
+            inner_width=self._size("feed_forward_length"),
             kv_bytes_per_token=2 * num_layers * kv_heads * self._head_size(width) * HALF_BYTES,
         )
 
@@ -266,7 +264,7 @@ class _Reader:
         return self._value(_SECTIONS) is not None and any(self._items(_SECTIONS) or (1,))
 
     def _is_second(self) -> bool:
-        return bool(self._value("selector_top_k")) or _SELECTOR in self._tensors
+        return bool(self._value("selector_top_k")) or _SELECTOR in self._infos
 
     def _only_kernels(self) -> str:
         """Of llama.cpp's pass each row would need four positions, of DFlash2 the path through its candidates."""
@@ -282,7 +280,7 @@ class _Reader:
         return found
 
     def _block_size(self, num_layers: int, *, has_markov: bool) -> int:
-        size = self._count("block_size")
+        size = self._size("block_size")
         if not 2 <= size <= MAX_BLOCK:
             raise self._wrong(f"its block_size is {size}, 2..{MAX_BLOCK} is possible")
         if has_markov and (size > MAX_CHAIN or num_layers > MAX_CHAIN_LAYERS):
@@ -311,12 +309,12 @@ class _Reader:
 
     def _drafted_ids(self) -> tuple[int, ...]:
         """The tokens that it can propose; none: all. A wrong one would end the process."""
-        tensor = self._tensors.get(DRAFTED)
+        tensor = self._infos.get(DRAFTED)
         if tensor is None:
             return ()
         if tensor.kind != "I64" or len(tensor.shape) != 1:
             raise self._wrong(f"its {DRAFTED} is {tensor.kind} {tensor.shape}, a list of I64 is needed")
-        if OUTPUT not in self._tensors:
+        if OUTPUT not in self._infos:
             raise self._wrong(f"it has {DRAFTED} but no {OUTPUT} of that many tokens")
         ids = self._listed(tensor)
         if min(ids) < 0 or max(ids) >= self._vocabulary_size or len(set(ids)) < len(ids):
@@ -334,8 +332,8 @@ class _Reader:
 
     def _head_size(self, width: int) -> int:
         """Numbers of a key of one attention head."""
-        size = self._count("attention.key_length", width // self._count("attention.head_count"))
-        self._check_rotated(self._count("rope.dimension_count", size), size)
+        size = self._size("attention.key_length", width // self._size("attention.head_count"))
+        self._check_rotated(self._size("rope.dimension_count", size), size)
         return size
 
     def _check_rotated(self, rotated: int, size: int) -> None:
@@ -344,31 +342,11 @@ class _Reader:
 
     def _check_embeddings(self, width: int) -> None:
         """llama.cpp checks the shapes of all tensors, but not the number of tokens here."""
-        found = self._tensors.get(EMBEDDINGS)
+        found = self._infos.get(EMBEDDINGS)
         if found is not None and found.shape != (width, self._vocabulary_size):
             raise self._wrong(
                 f"its tensor {EMBEDDINGS!r} has the shape {found.shape}, {(width, self._vocabulary_size)} is needed"
             )
-
-    def _value(self, name: str) -> Value | None:
-        return self._header.value(name)
-
-    def _items(self, name: str) -> tuple[Scalar, ...]:
-        return self._header.listed(name) if isinstance(self._value(name), GgufNumbers) else ()
-
-    def _flag(self, name: str, *, default: bool) -> bool:
-        found = self._value(name)
-        if found is not None and not isinstance(found, bool):
-            raise self._wrong(f"its {name} is {found!r:.60}, true or false is needed")
-        return default if found is None else found
-
-    def _count(self, name: str, default: int = 0) -> int:
-        """A number above 0; `default` where there is none."""
-        found = self._value(name)
-        value = default if found is None else found
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self._wrong(f"its {name} is {found!r:.60}, a number above 0 is needed")
-        return value
 
     def _wrong(self, reason: str) -> ModelFileError:
         kind = head_kind(self._header)

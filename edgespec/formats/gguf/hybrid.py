@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from edgespec.formats.architectures import ATTENTION, HEAD_NORMS, MLP, Sizes, Tensor
-from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, TensorInfo
-from edgespec.formats.gguf.model import SIZES, GgufModel, Reader, Tensors
-from edgespec.formats.gguf.tables import EXPERT_KEYS, EXPERTS, PREFERENCE, SHARED_EXPERT, STATE_KEYS, Kind
+from edgespec.formats.gguf.header import TensorInfo
+from edgespec.formats.gguf.model import GgufModel, Reader, Tensors
+from edgespec.formats.gguf.tables import EXPERTS, PREFERENCE, SHARED_EXPERT, STATE_KEYS
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.hybrid import HybridConfig
 from edgespec.formats.onnx.llama_config import Experts, LlamaConfig
@@ -57,14 +56,6 @@ _SIGMOID = 2  # llama.cpp's number
 MOST_PREDICTED = 1 << 16
 
 
-def hybrid_reader(path: Path, header: GgufHeader, kind: Kind, *, nextn: bool) -> Reader:
-    if header.architecture in ("lfm2", "lfm2moe"):
-        return _Lfm2(path, header, kind)
-    if header.architecture == "granitehybrid":
-        return _GraniteHybrid(path, header, kind)
-    return (_Nextn if nextn else _Qwen35)(path, header, kind)
-
-
 class _HybridReader(Reader):
     """`_recurrent`: layers with a running state; `_attention`, `_mixer`: the tensors of either kind of layer."""
 
@@ -99,21 +90,19 @@ class _HybridReader(Reader):
             raise self._wrong("its layers are all of one kind; of a hybrid some keep a running state and some attend")
         super()._check_heads(sizes)
 
-    def _attending(self, layers: int) -> tuple[frozenset[int], int]:
-        """The layers without heads of keys, and how many the others have."""
-        counts = self._numbers("attention.head_count_kv")
+    def _kv_heads(self, layers: int, heads: int) -> int:
+        """Of the layers that attend; those that have none in the list of a file keep a running state."""
+        counts = tuple(map(int, self._items("attention.head_count_kv")))
+        if not counts:
+            return super()._kv_heads(layers, heads)
         kinds = {count for count in counts if count}
         if len(counts) != layers or len(kinds) != 1:
-            raise self._wrong(f"its layers have {counts or 'unknown'} heads of keys; one number or 0 in each is needed")
-        return frozenset(layer for layer, count in enumerate(counts) if not count), kinds.pop()
-
-    def _numbers(self, key: str) -> tuple[int, ...]:
-        """A number of each layer, as a file lists them; empty without a list."""
-        found = self._value(key)
-        return tuple(int(each) for each in found.items) if isinstance(found, GgufNumbers) else ()
+            raise self._wrong(f"its layers have {counts} heads of keys; one number or 0 in each is needed")
+        self._recurrent = frozenset(layer for layer, count in enumerate(counts) if not count)
+        return kinds.pop()
 
 
-class _Qwen35(_HybridReader):
+class Qwen35Reader(_HybridReader):
     """Gated delta nets, and gated attention in every n-th layer; the layer that predicts a further token is left out.
 
     The feed-forward of Qwen3.5 MoE are routed experts and one that all tokens share.
@@ -124,26 +113,18 @@ class _Qwen35(_HybridReader):
     _second_norm = "post_attention_norm.weight"
 
     def _sizes(self) -> Sizes:
-        is_mixture = EXPERT_KEYS[0] in self._kind.keys
-        inner_key = "expert_shared_feed_forward_length" if is_mixture else SIZES[3]
-        all_layers, context, width, inner, heads = (self._size(key) for key in (*SIZES[:3], inner_key, SIZES[4]))
-        layers = all_layers - int(self._number("nextn_predict_layers", 0))
+        found = super()._sizes()
+        layers = found.layers - int(self._number("nextn_predict_layers", 0))
         self._infos = dict(self._chosen(layers))
-        self._feed_forward = self._routed() if is_mixture else MLP
-        every, flags = self._size("full_attention_interval", 4), self._numbers("attention.recurrent_layers")
+        self._feed_forward = self._routed() if found.experts else MLP
+        every, flags = self._size("full_attention_interval", 4), self._items("attention.recurrent_layers")
         self._recurrent = frozenset(n for n in range(layers) if (flags[n : n + 1] or ((n + 1) % every,))[0])
         taps, values, state, value_heads, key_heads = (self._size(key) for key in STATE_KEYS)
         if values != value_heads * state or value_heads % key_heads:
             told = f"{value_heads} heads of {state} values for {key_heads} of keys"
             raise self._wrong(f"its {told} are not {values} wide")
-        head_dim, kv_heads = self._size("attention.key_length", width // heads), self._size("attention.head_count_kv")
         others = {"taps": taps, "key_heads": key_heads, "heads": value_heads, "state": state, "values": values}
-        return Sizes(
-            *(layers, width, inner, heads, kv_heads, head_dim, len(self._header.tokens), context),
-            others=others | {"channels": values + 2 * key_heads * state},
-            experts=self._size("expert_count") if is_mixture else 0,
-            expert_inner=self._size("expert_feed_forward_length") if is_mixture else 0,
-        )
+        return replace(found, layers=layers, others=others | {"channels": values + 2 * key_heads * state})
 
     def _chosen(self, layers: int) -> Iterator[tuple[str, TensorInfo]]:
         """The tensors that the model is made of, by name."""
@@ -161,7 +142,7 @@ class _Qwen35(_HybridReader):
         return {**EXPERTS, **SHARED_EXPERT}
 
 
-class _Nextn(_Qwen35):
+class NextnReader(Qwen35Reader):
     """The layer behind the others: it reads a state of the model and the token behind it (DeepSeek-V3, 2.2).
 
     As a model of one layer. Where it has no embeddings, norm or head, these are the model's.
@@ -204,7 +185,7 @@ class _Nextn(_Qwen35):
         super(_HybridReader, self)._check_heads(sizes)
 
 
-class _Lfm2(_HybridReader):
+class Lfm2Reader(_HybridReader):
     """Short convolutions, and attention in the layers that have heads of keys.
 
     LFM2 MoE has routed experts behind its first layers.
@@ -214,17 +195,10 @@ class _Lfm2(_HybridReader):
     _mixer = _SHORT_CONVOLUTION
 
     def _sizes(self) -> Sizes:
-        layers, context, width, inner, heads = (self._size(key) for key in SIZES)
-        self._recurrent, kv_heads = self._attending(layers)
-        head_dim, taps = self._size("attention.key_length", width // heads), self._size("shortconv.l_cache")
-        tokens = len(self._header.tokens)
-        found = Sizes(layers, width, inner, heads, kv_heads, head_dim, tokens, context, others={"taps": taps})
-        if not self._kind.experts:
-            return found
-        if self._number("expert_gating_func") != _SIGMOID:
+        found = super()._sizes()
+        if found.experts and self._number("expert_gating_func") != _SIGMOID:
             raise self._wrong(f"its expert_gating_func is not {_SIGMOID}, a sigmoid")
-        inner = self._size("expert_feed_forward_length")
-        return replace(found, experts=self._size("expert_count"), expert_inner=inner)
+        return replace(found, others={"taps": self._size("shortconv.l_cache")})
 
     def _experts(self, sizes: Sizes) -> Experts:
         return replace(super()._experts(sizes), first_layer=self._num_dense)
@@ -237,18 +211,15 @@ class _Lfm2(_HybridReader):
         return int(self._number("leading_dense_block_count", 0))
 
 
-class _GraniteHybrid(_HybridReader):
+class GraniteHybridReader(_HybridReader):
     """Mamba-2, and attention in the layers that have heads of keys; dense, or with experts beside a shared one."""
 
     _attention = ATTENTION
     _mixer = _MAMBA
 
     def _sizes(self) -> Sizes:
-        layers, context, width, inner, heads = (self._size(key) for key in SIZES)
-        self._recurrent, kv_heads = self._attending(layers)
-        experts = int(self._number("expert_count", 0))
-        if experts:
-            inner = self._size("expert_shared_feed_forward_length")
+        found = super()._sizes()
+        if found.experts:
             shared = {name: row for name, row in SHARED_EXPERT.items() if name != "mlp.shared_gate.weight"}
             self._feed_forward = {**EXPERTS, **shared}
         taps, values, state, value_heads, groups = (self._size(key) for key in STATE_KEYS)
@@ -258,13 +229,7 @@ class _GraniteHybrid(_HybridReader):
         others = {"taps": taps, "key_heads": 1, "heads": value_heads, "state": state, "values": values}
         channels = values + 2 * state
         others |= {"value": values // value_heads, "channels": channels, "inputs": values + channels + value_heads}
-        return Sizes(
-            *(layers, width, inner, heads, kv_heads, self._size("attention.key_length", width // heads)),
-            *(len(self._header.tokens), context),
-            others=others,
-            experts=experts,
-            expert_inner=self._size("expert_feed_forward_length", self._size(SIZES[3])) if experts else 0,
-        )
+        return replace(found, others=others)
 
     def _experts(self, sizes: Sizes) -> Experts:
         return replace(super()._experts(sizes), has_shared=True, gates_shared=False)

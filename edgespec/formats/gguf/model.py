@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,19 @@ from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError
 from edgespec.formats.architectures import PERMUTE_K, PERMUTE_Q, Sizes, Tensor
-from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, Scalar, TensorInfo
-from edgespec.formats.gguf.tables import EXPERT_KEYS, GPT_OSS, KINDS, SCORE_CAP, TEMPERATURE, WINDOW, WINDOW_BASE, Kind
+from edgespec.formats.gguf.header import GgufHeader, MetadataReader, TensorInfo
+from edgespec.formats.gguf.tables import KINDS, SCORE_CAP, SHARED_INNER, TEMPERATURE, WINDOW, WINDOW_BASE
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.llama_config import WRITABLE, Experts, LlamaConfig
 
 # Divisors of rotary frequencies: Llama 3's, or Phi's within the length that it was trained for and beyond.
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 HEAD_MULTIPLE = 16  # of ONNX Runtime's rotary attention
-SIZES = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
+SIZES = ("block_count", "context_length", "embedding_length", "attention.head_count")
+INNER, EXPERT_INNER = "feed_forward_length", "expert_feed_forward_length"
 YARN_KEYS = ("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_attn_factor")
 KNOWN_KEYS = (
-    *SIZES,
+    *(*SIZES, INNER),
     *("attention.head_count_kv", "attention.key_length", "attention.value_length", "vocab_size"),
     *("attention.layer_norm_rms_epsilon", "tensor_data_layout"),
     *("rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.attn_factor"),
@@ -56,7 +57,6 @@ class GgufModel:
 
     path: Path
     header: GgufHeader
-    kind: Kind
     config: LlamaConfig
     tensors: Tensors
 
@@ -94,60 +94,63 @@ def read_model(path: Path, header: GgufHeader, *, nextn: bool = False) -> GgufMo
 
     Raises ModelFileError for one that cannot be written as a graph.
     """
-    kind = KINDS.get(header.architecture)
-    if kind is None:
+    if header.architecture not in KINDS:
         raise ModelFileError(
             f"{path} is of the architecture {header.architecture!r}; allowed for ONNX: {', '.join(WRITABLE)}. Run the "
             "GGUF as it is, with llama.cpp, or export the folder of the original model, of which more are known"
         )
     try:
-        return _reader(path, header, nextn=nextn).read()
+        return _reader(header.architecture, nextn=nextn)(path, header).read()
     except (OverflowError, ZeroDivisionError) as exc:
         raise ModelFileError(f"{path} is damaged: its sizes are not those of a model ({exc})") from exc
 
 
-def _reader(path: Path, header: GgufHeader, *, nextn: bool) -> Reader:
+def _reader(architecture: str, *, nextn: bool) -> type[Reader]:
     """What reads a file. Gemma 4 has sizes that differ by layer, hybrids layers of two kinds."""
     from edgespec.formats.gguf.gemma4 import Gemma4DrafterReader, Gemma4Reader
     from edgespec.formats.gguf.head_model import BlockReader, EagleReader
-    from edgespec.formats.gguf.hybrid import hybrid_reader
+    from edgespec.formats.gguf.hybrid import GraniteHybridReader, Lfm2Reader, NextnReader, Qwen35Reader
 
-    kind = KINDS[header.architecture]
-    if kind.is_hybrid:
-        return hybrid_reader(path, header, kind, nextn=nextn)
+    qwen35 = NextnReader if nextn else Qwen35Reader
     readers: dict[str, type[Reader]] = {
         "gemma4": Gemma4Reader,
         "gemma4-assistant": Gemma4DrafterReader,
         "eagle3": EagleReader,
         "dflash": BlockReader,
+        **dict.fromkeys(("qwen35", "qwen35moe"), qwen35),
+        **dict.fromkeys(("lfm2", "lfm2moe"), Lfm2Reader),
+        "granitehybrid": GraniteHybridReader,
     }
-    return readers.get(header.architecture, Reader)(path, header, kind)
+    return readers.get(architecture, Reader)
 
 
-class Reader:
-    """Typed access to the metadata of one file; every complaint names the file."""
+class Reader(MetadataReader):
+    """The model in one file; every complaint names the file."""
 
-    def __init__(self, path: Path, header: GgufHeader, kind: Kind) -> None:
-        self._path, self._header, self._kind = path, header, kind
-        self._table = kind.table
-        self._infos = {tensor.name: tensor for tensor in header.tensors}
+    def __init__(self, path: Path, header: GgufHeader) -> None:
+        super().__init__(path, header)
+        self._kind = KINDS[header.architecture]
 
     def read(self) -> GgufModel:
         self._refuse_unknown_keys()
         sizes = self._sizes()
         self._check_heads(sizes)
         tensors = self._tensors(sizes)
-        return GgufModel(self._path, self._header, self._kind, self._config(sizes, tensors), tensors)
+        return GgufModel(self._path, self._header, self._config(sizes, tensors), tensors)
 
     def _sizes(self) -> Sizes:
-        layers, context, width, inner, heads = (self._size(key) for key in SIZES)
+        layers, context, width, heads = (self._size(key) for key in SIZES)
+        experts = int(self._number("expert_count", 0))
+        inner = self._size(SHARED_INNER if experts and SHARED_INNER in self._kind.keys else INNER)
         head_dim = self._size("attention.key_length", width // heads)
-        kv_heads = self._size("attention.head_count_kv", heads)
-        found = Sizes(layers, width, inner, heads, kv_heads, head_dim, len(self._header.tokens), context)
-        if EXPERT_KEYS[0] in self._kind.keys:
-            inner = self._size("expert_feed_forward_length", inner)
-            return replace(found, inner=inner, experts=self._size("expert_count"), expert_inner=inner)
-        return found
+        return Sizes(
+            *(layers, width, inner, heads, self._kv_heads(layers, heads), head_dim, len(self._header.tokens), context),
+            experts=experts,
+            expert_inner=self._size(EXPERT_INNER, self._value(INNER)) if experts else 0,
+        )
+
+    def _kv_heads(self, layers: int, heads: int) -> int:
+        return self._size("attention.head_count_kv", heads)
 
     def _config(self, sizes: Sizes, tensors: Tensors) -> LlamaConfig:
         return LlamaConfig(**self._settings(sizes, tensors))
@@ -213,7 +216,7 @@ class Reader:
 
     def _gemma(self, sizes: Sizes) -> dict[str, Any]:
         """llama.cpp scales the attention of Gemma's largest model by another width."""
-        is_largest = sizes.layers == self._table.fixed_attention_scale_layers
+        is_largest = sizes.layers == self._kind.largest
         divided = sizes.width // sizes.heads if is_largest else sizes.head_dim
         return {"attention_scale": float(divided**-0.5), "embedding_scale": float(sizes.width**0.5)}
 
@@ -237,7 +240,7 @@ class Reader:
         if not (base > 1 and min(turns) > 0 and factor >= 1):
             raise self._wrong("its rotary positions are scaled by settings that YaRN cannot have")
         low, high = (head_dim * math.log(trained / (each * 2 * math.pi)) / (2 * math.log(base)) for each in turns)
-        if self._table is not GPT_OSS:
+        if self._header.architecture != "gpt-oss":
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0.0), min(high, head_dim - 1.0)
         steps = np.arange(head_dim // 2) - low
@@ -246,11 +249,10 @@ class Reader:
 
     def _windowed(self, layers: int) -> frozenset[int]:
         """Layers with a window: a list of layers, each how many has none, or as the architecture has it."""
-        found = self._value("attention.sliding_window_pattern")
-        if isinstance(found, GgufNumbers):
-            if len(found.items) != layers:
-                raise self._wrong(f"its pattern of windows is for {len(found.items)} layers, it has {layers}")
-            return frozenset(layer for layer, flag in enumerate(found.items) if flag)
+        if flags := self._items("attention.sliding_window_pattern"):
+            if len(flags) != layers:
+                raise self._wrong(f"its pattern of windows is for {len(flags)} layers, it has {layers}")
+            return frozenset(layer for layer, flag in enumerate(flags) if flag)
         every = int(self._number("attention.sliding_window_pattern", self._kind.window_every))
         return frozenset(range(layers)) - self._each(every, layers)
 
@@ -316,14 +318,14 @@ class Reader:
 
     def _places(self, layers: int) -> Iterator[tuple[int, str, Tensor, str]]:
         """(layer, Hugging Face name, row of the table, GGUF name) of every tensor there may be."""
-        for name, tensor in self._table.outer.items():
+        for name, tensor in self._kind.outer.items():
             yield 0, name, tensor, tensor.name
         for layer in range(layers):
             for rest, tensor in self._layer_table(layer).items():
-                yield layer, f"{self._table.layer_prefix}{layer}.{rest}", tensor, f"blk.{layer}.{tensor.name}"
+                yield layer, f"model.layers.{layer}.{rest}", tensor, f"blk.{layer}.{tensor.name}"
 
     def _layer_table(self, layer: int) -> Mapping[str, Tensor]:
-        return self._table.layer
+        return self._kind.layer
 
     def _biases(self, tensors: Tensors) -> frozenset[str]:
         """The products with a bias, which are the same in all layers."""
@@ -371,23 +373,6 @@ class Reader:
                 raise self._wrong(
                     f"its setting {key} = {str(value)[:40]} is not known, and may change what it computes"
                 )
-
-    def _value(self, key: str) -> Any:
-        return self._header.value(key)
-
-    def _number(self, key: str, default: float | None = None) -> float:
-        found: Scalar | Any = self._value(key)
-        found = default if found is None else found
-        if not isinstance(found, (int, float)) or not math.isfinite(found):
-            what = "is missing" if found is None else f"is {str(found)[:40]}, one number was expected"
-            raise self._wrong(f"{self._header.architecture}.{key} {what}")
-        return float(found)
-
-    def _size(self, key: str, default: int | None = None) -> int:
-        found = self._number(key, default)
-        if not 1 <= found < 1 << 31 or found != int(found):
-            raise self._wrong(f"{self._header.architecture}.{key} is {found}, a size was expected")
-        return int(found)
 
     def _wrong(self, reason: str) -> ModelFileError:
         return ModelFileError(f"{self._path} cannot be converted to ONNX: {reason}")

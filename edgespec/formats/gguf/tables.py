@@ -1,4 +1,4 @@
-"""The architectures that our kernels run (`KINDS`), and the tensors of those that are no tables of an export.
+"""The architectures that our kernels run (`KINDS`), and the tensors that no table of an export has.
 
 Experts' matrices have one for each expert, one below the other.
 """
@@ -13,6 +13,7 @@ from edgespec.formats.architectures import (
     ARCHITECTURES,
     ATTENTION,
     HEAD_NORMS,
+    LLAMA_ATTENTION,
     LLAMA_LAYER,
     LLAMA_OUTER,
     MLP,
@@ -20,10 +21,10 @@ from edgespec.formats.architectures import (
     PERMUTE_Q,
     QKV_BIASES,
     TWO_NORMS,
-    Architecture,
     Tensor,
 )
 
+Table = Mapping[str, Tensor]
 EXPERTS = {
     "mlp.router.weight": Tensor("ffn_gate_inp.weight", "e d"),
     "mlp.experts.gate.weight": Tensor("ffn_gate_exps.weight", "e x d"),
@@ -60,57 +61,23 @@ FUSED_MLP = {
     "mlp.gate_up_proj.weight": Tensor("ffn_up.weight", "2f d"),
     "mlp.down_proj.weight": Tensor("ffn_down.weight", "d f"),
 }
-GEMMA2 = Architecture("gemma2", LLAMA_OUTER, {**FOUR_NORMS, **ATTENTION, **MLP}, fixed_attention_scale_layers=46)
-OLMO2 = Architecture("olmo2", LLAMA_OUTER, {**NORMS_BEHIND, **ATTENTION, **WIDE_NORMS, **MLP})
-EXAONE = Architecture("exaone", LLAMA_OUTER, {**TWO_NORMS, **ATTENTION, **MLP})
-EXAONE4 = Architecture("exaone4", LLAMA_OUTER, {**NORMS_BEHIND, **ATTENTION, **HEAD_NORMS, **MLP})
-PHI3 = Architecture(
-    "phi3",
-    LLAMA_OUTER,
-    {
-        **TWO_NORMS,
-        "self_attn.qkv_proj.weight": Tensor("attn_qkv.weight", "q+2k d"),
-        "self_attn.o_proj.weight": Tensor("attn_output.weight", "d q"),
-        **FUSED_MLP,
-    },
-)
-# Rotary pairs are side by side, at Hugging Face, too.
-GLM4 = Architecture(
-    "glm4",
-    LLAMA_OUTER,
-    {**FOUR_NORMS, **FUSED_MLP, **{name: row for name, row in LLAMA_LAYER.items() if name.startswith("self_attn.")}},
-)
-SEED_OSS = Architecture(
-    "seed_oss",
-    LLAMA_OUTER,
-    {
-        **TWO_NORMS,
-        **ATTENTION,
-        **QKV_BIASES,
-        **MLP,
-        "post_attention_layernorm.weight": Tensor("post_attention_norm.weight", "d"),
-    },
-)
-GRANITE_MOE = Architecture(
-    "granitemoe",
-    LLAMA_OUTER,
-    {**{name: row for name, row in LLAMA_LAYER.items() if not name.startswith("mlp.")}, **EXPERTS},
-)
-QWEN3_MOE = Architecture("qwen3moe", LLAMA_OUTER, {**TWO_NORMS, **ATTENTION, **HEAD_NORMS, **EXPERTS})
-GPT_OSS = Architecture(
-    "gpt-oss",
-    LLAMA_OUTER,
-    {
-        **TWO_NORMS,
-        **ATTENTION,
-        **QKV_BIASES,
-        **EXPERTS,
-        **EXPERT_BIASES,
-        "self_attn.o_proj.bias": Tensor("attn_output.bias", "d"),
-        "self_attn.sinks": Tensor("attn_sinks.weight", "a"),
-        "post_attention_layernorm.weight": Tensor("post_attention_norm.weight", "d"),
-    },
-)
+PHI3_LAYER = {
+    **TWO_NORMS,
+    "self_attn.qkv_proj.weight": Tensor("attn_qkv.weight", "q+2k d"),
+    "self_attn.o_proj.weight": Tensor("attn_output.weight", "d q"),
+    **FUSED_MLP,
+}
+NORM_BEHIND_ATTENTION = {"post_attention_layernorm.weight": Tensor("post_attention_norm.weight", "d")}
+GPT_OSS_LAYER = {
+    **TWO_NORMS,
+    **ATTENTION,
+    **QKV_BIASES,
+    **EXPERTS,
+    **EXPERT_BIASES,
+    "self_attn.o_proj.bias": Tensor("attn_output.bias", "d"),
+    "self_attn.sinks": Tensor("attn_sinks.weight", "a"),
+    **NORM_BEHIND_ATTENTION,
+}
 
 GEMMA4_KEYS = (
     *("attention.key_length_swa", "attention.value_length_swa", "attention.shared_kv_layers"),
@@ -126,7 +93,6 @@ GEMMA4_LAYER = {
     "self_attn.v_proj.weight": Tensor("attn_v.weight", "k d", is_optional=True),
     "self_attn.k_norm.weight": Tensor("attn_k_norm.weight", "h", is_optional=True),
 }
-GEMMA4 = Architecture("gemma4", LLAMA_OUTER, GEMMA4_LAYER)
 # What a Gemma 4 has or has not: a second embedding in each layer, routed experts, factors of the layers' results.
 SECOND_EMBEDDING = {
     "model.embed_tokens_per_layer.weight": Tensor("per_layer_token_embd.weight", "v P"),
@@ -155,7 +121,6 @@ GEMMA4_DRAFTER_OUTER = {
     "model.pre_projection.weight": Tensor("nextn.pre_projection.weight", "d 2P"),
     "model.post_projection.weight": Tensor("nextn.post_projection.weight", "P d"),
 }
-GEMMA4_DRAFTER = Architecture("gemma4-assistant", GEMMA4_DRAFTER_OUTER, {**GEMMA4_LAYER, **SCALED_LAYER})
 
 # Heads that read states of a target's layers, t wide together, and know n tokens. What they lack is the target's.
 HEAD_OUTER = {
@@ -165,21 +130,16 @@ HEAD_OUTER = {
     "model.drafted": Tensor("d2t", "n", is_optional=True),
     "model.fc.weight": Tensor("fc.weight", "d t"),
 }
-EAGLE3 = Architecture(
-    "eagle3",
-    HEAD_OUTER,
-    {
-        "embedding_norm.weight": Tensor("attn_norm.weight", "d"),
-        "state_norm.weight": Tensor("attn_norm_2.weight", "d"),
-        "self_attn.q_proj.weight": Tensor("attn_q.weight", "q 2d", PERMUTE_Q),
-        "self_attn.k_proj.weight": Tensor("attn_k.weight", "k 2d", PERMUTE_K),
-        "self_attn.v_proj.weight": Tensor("attn_v.weight", "k 2d"),
-        "self_attn.o_proj.weight": Tensor("attn_output.weight", "d q"),
-        "post_attention_layernorm.weight": Tensor("ffn_norm.weight", "d"),
-        **MLP,
-    },
-)
-
+EAGLE3_LAYER = {
+    "embedding_norm.weight": Tensor("attn_norm.weight", "d"),
+    "state_norm.weight": Tensor("attn_norm_2.weight", "d"),
+    "self_attn.q_proj.weight": Tensor("attn_q.weight", "q 2d", PERMUTE_Q),
+    "self_attn.k_proj.weight": Tensor("attn_k.weight", "k 2d", PERMUTE_K),
+    "self_attn.v_proj.weight": Tensor("attn_v.weight", "k 2d"),
+    "self_attn.o_proj.weight": Tensor("attn_output.weight", "d q"),
+    "post_attention_layernorm.weight": Tensor("ffn_norm.weight", "d"),
+    **MLP,
+}
 DFLASH_OUTER = {
     **HEAD_OUTER,
     "model.state_norm.weight": Tensor("enc.output_norm.weight", "d"),
@@ -189,7 +149,7 @@ DFLASH_OUTER = {
     "model.confidence.bias": Tensor("conf_proj.bias", "1", is_optional=True),
 }
 SINKS = {"self_attn.sinks": Tensor("attn_sinks.weight", "a", is_optional=True)}
-DFLASH = Architecture("dflash", DFLASH_OUTER, {**TWO_NORMS, **ATTENTION, **HEAD_NORMS, **SINKS, **MLP})
+DFLASH_LAYER = {**TWO_NORMS, **ATTENTION, **HEAD_NORMS, **SINKS, **MLP}
 DFLASH2_OUTER = {
     **DFLASH_OUTER,
     "model.markov.weight": Tensor("selector_predecessor.weight", "v r"),
@@ -197,20 +157,16 @@ DFLASH2_OUTER = {
     "model.selector.weight": Tensor("selector_hidden.weight", "r d"),
 }
 DFLASH2_LAYER = {
-    **DFLASH.layer,
+    **DFLASH_LAYER,
     "attn_conv.base": Tensor("attn_conv_base", "2 taps d"),
     "attn_conv.weight": Tensor("attn_conv_proj.weight", "kernels d"),
     "mlp_conv.base": Tensor("ffn_conv_base", "2 taps d"),
     "mlp_conv.weight": Tensor("ffn_conv_proj.weight", "kernels d"),
 }
 
-# Hybrids have layers of two kinds, whose tensors are in `hybrid`.
-QWEN35 = Architecture("qwen35", LLAMA_OUTER, {})
-QWEN35_MOE = Architecture("qwen35moe", LLAMA_OUTER, {})
-LFM2 = Architecture("lfm2", {**LLAMA_OUTER, "model.norm.weight": Tensor("token_embd_norm.weight", "d")}, {})
-LFM2_MOE = Architecture("lfm2moe", LFM2.outer, {})
-GRANITE_HYBRID = Architecture("granitehybrid", LLAMA_OUTER, {})
+LFM2_OUTER = {**LLAMA_OUTER, "model.norm.weight": Tensor("token_embd_norm.weight", "d")}
 
+SHARED_INNER = "expert_shared_feed_forward_length"
 EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 STATE_KEYS = tuple(f"ssm.{key}" for key in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count"))
 QWEN35_KEYS = (
@@ -224,91 +180,110 @@ TEMPERATURE = "attention.temperature_scale"
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How llama.cpp computes one architecture, whose tensors are in `table`; those of hybrids' layers in `hybrid`.
+    """How llama.cpp computes one architecture.
 
-    `settings`: of its `LlamaConfig`, `experts`: of its `Experts`, beside sizes and numbers in the file; `keys`: of its
-    metadata that others do not have; `unrotated_every`: each n-th layer has no rotary positions; `window_every`: all
-    but each n-th layer have a window; `window_base`: these rotate by it (0: the model's) where the file does not say,
-    undivided; None: as the others.
+    `outer` and `layer`: its tensors; those of hybrids' layers, which are of two kinds, are in `hybrid`. `settings`: of
+    its `LlamaConfig`, `experts`: of its `Experts`, beside sizes and numbers in the file; `keys`: of its metadata that
+    others do not have; `unrotated_every`: each n-th layer has no rotary positions; `window_every`: all but each n-th
+    layer have a window; `window_base`: these rotate by it (0: the model's) where the file does not say, undivided;
+    None: as the others; `largest`: layers of the model whose attention is scaled by width / heads.
     """
 
-    table: Architecture
+    layer: Table
     settings: Mapping[str, Any] = field(default_factory=dict)
     keys: tuple[str, ...] = ()
+    outer: Table = field(default_factory=lambda: LLAMA_OUTER)
     experts: Mapping[str, Any] = field(default_factory=dict)
     is_gemma: bool = False
+    largest: int = 0
     unrotated_every: int = 0
     window_every: int = 0
     window_base: float | None = None
 
-    @property
-    def is_hybrid(self) -> bool:
-        return not self.table.layer
 
-
-LLAMA = ARCHITECTURES["LlamaForCausalLM"]
 HEADS_NORMED: Mapping[str, Any] = {"has_head_norms": True}
 GEMMA: Mapping[str, Any] = {"has_post_norms": True, "activation": "gelu"}
 GEMMA_WINDOWS: Mapping[str, Any] = {"is_gemma": True, "window_every": 6, "window_base": 10000.0}  # of 3 and 4
 NORMED_BEHIND: Mapping[str, Any] = {"has_pre_norms": False, "has_post_norms": True}
 GRANITE_KEYS = (*SCALES, "attention.scale", "rope.scaling.finetuned")
 KINDS = {
-    "llama": Kind(LLAMA),
-    "qwen2": Kind(ARCHITECTURES["Qwen2ForCausalLM"]),
-    "qwen3": Kind(ARCHITECTURES["Qwen3ForCausalLM"], HEADS_NORMED),
-    "smollm3": Kind(ARCHITECTURES["SmolLM3ForCausalLM"], unrotated_every=4),
-    "gemma2": Kind(GEMMA2, GEMMA, keys=(WINDOW, SCORE_CAP), is_gemma=True, window_every=2),
-    "gemma3": Kind(ARCHITECTURES["Gemma3ForCausalLM"], {**GEMMA, **HEADS_NORMED}, keys=(WINDOW_BASE,), **GEMMA_WINDOWS),
-    "granite": Kind(LLAMA, keys=GRANITE_KEYS),
-    "granitemoe": Kind(GRANITE_MOE, keys=(*GRANITE_KEYS, *EXPERT_KEYS)),
-    "minicpm": Kind(LLAMA, keys=SCALES),
-    "mistral3": Kind(LLAMA, keys=(TEMPERATURE, "rope.scaling.yarn_log_multiplier")),
-    "ernie4_5": Kind(LLAMA),
-    "internlm2": Kind(LLAMA),
-    "seed_oss": Kind(SEED_OSS),
-    "exaone": Kind(EXAONE),
-    "exaone4": Kind(EXAONE4, {**NORMED_BEHIND, **HEADS_NORMED}, unrotated_every=4, window_every=4),
-    "olmo2": Kind(
-        OLMO2, {**NORMED_BEHIND, "has_wide_norms": True}, keys=(WINDOW_BASE,), window_every=4, window_base=0.0
+    "llama": Kind(LLAMA_LAYER),
+    "qwen2": Kind(ARCHITECTURES["Qwen2ForCausalLM"].layer),
+    "qwen3": Kind(ARCHITECTURES["Qwen3ForCausalLM"].layer, HEADS_NORMED),
+    "smollm3": Kind(ARCHITECTURES["SmolLM3ForCausalLM"].layer, unrotated_every=4),
+    "gemma2": Kind(
+        {**FOUR_NORMS, **ATTENTION, **MLP}, GEMMA, (WINDOW, SCORE_CAP), is_gemma=True, largest=46, window_every=2
     ),
-    "phi3": Kind(PHI3, {"fused": {"qkv_proj", "gate_up_proj"}}),
-    "glm4": Kind(GLM4, {"has_post_norms": True, "fused": {"gate_up_proj"}}),
-    "qwen3moe": Kind(QWEN3_MOE, HEADS_NORMED, keys=EXPERT_KEYS),
+    "gemma3": Kind(
+        ARCHITECTURES["Gemma3ForCausalLM"].layer, {**GEMMA, **HEADS_NORMED}, (WINDOW_BASE,), largest=62, **GEMMA_WINDOWS
+    ),
+    "granite": Kind(LLAMA_LAYER, keys=GRANITE_KEYS),
+    "granitemoe": Kind({**TWO_NORMS, **LLAMA_ATTENTION, **EXPERTS}, keys=(*GRANITE_KEYS, *EXPERT_KEYS)),
+    "minicpm": Kind(LLAMA_LAYER, keys=SCALES),
+    "mistral3": Kind(LLAMA_LAYER, keys=(TEMPERATURE, "rope.scaling.yarn_log_multiplier")),
+    "ernie4_5": Kind(LLAMA_LAYER),
+    "internlm2": Kind(LLAMA_LAYER),
+    "seed_oss": Kind({**TWO_NORMS, **ATTENTION, **QKV_BIASES, **MLP, **NORM_BEHIND_ATTENTION}),
+    "exaone": Kind({**TWO_NORMS, **ATTENTION, **MLP}),
+    "exaone4": Kind(
+        {**NORMS_BEHIND, **ATTENTION, **HEAD_NORMS, **MLP},
+        {**NORMED_BEHIND, **HEADS_NORMED},
+        unrotated_every=4,
+        window_every=4,
+    ),
+    "olmo2": Kind(
+        {**NORMS_BEHIND, **ATTENTION, **WIDE_NORMS, **MLP},
+        {**NORMED_BEHIND, "has_wide_norms": True},
+        keys=(WINDOW_BASE,),
+        window_every=4,
+        window_base=0.0,
+    ),
+    "phi3": Kind(PHI3_LAYER, {"fused": {"qkv_proj", "gate_up_proj"}}),
+    # Rotary pairs are side by side, at Hugging Face, too.
+    "glm4": Kind({**FOUR_NORMS, **FUSED_MLP, **LLAMA_ATTENTION}, {"has_post_norms": True, "fused": {"gate_up_proj"}}),
+    "qwen3moe": Kind({**TWO_NORMS, **ATTENTION, **HEAD_NORMS, **EXPERTS}, HEADS_NORMED, keys=EXPERT_KEYS),
     "gpt-oss": Kind(
-        GPT_OSS, {"has_sinks": True}, keys=EXPERT_KEYS, experts={"gate": "clamped", "has_biases": True}, window_every=2
+        GPT_OSS_LAYER,
+        {"has_sinks": True},
+        keys=EXPERT_KEYS,
+        experts={"gate": "clamped", "has_biases": True},
+        window_every=2,
     ),
     "gemma4": Kind(
-        GEMMA4,
+        GEMMA4_LAYER,
         {**GEMMA, **HEADS_NORMED},
         keys=(*EXPERT_KEYS, *GEMMA4_KEYS, WINDOW, WINDOW_BASE),
         experts={"gate": "gelu", "is_joined": True},
         **GEMMA_WINDOWS,
     ),
     "gemma4-assistant": Kind(
-        GEMMA4_DRAFTER,
+        {**GEMMA4_LAYER, **SCALED_LAYER},
         {**GEMMA, **HEADS_NORMED},
+        outer=GEMMA4_DRAFTER_OUTER,
         keys=(*GEMMA4_KEYS, WINDOW, WINDOW_BASE, "embedding_length_out", "nextn_predict_layers"),
         **GEMMA_WINDOWS,
     ),
-    "eagle3": Kind(EAGLE3, keys=("target_layers", "target_hidden_size", "norm_before_residual")),
+    "eagle3": Kind(
+        EAGLE3_LAYER, outer=HEAD_OUTER, keys=("target_layers", "target_hidden_size", "norm_before_residual")
+    ),
     "dflash": Kind(
-        DFLASH,
+        DFLASH_LAYER,
         HEADS_NORMED,
+        outer=DFLASH_OUTER,
         keys=(
             *("target_layers", "block_size", "sample_from_anchor", "attention.causal", "rope.dimension_sections"),
             *("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size"),
         ),
         window_every=1,
     ),
-    "qwen35": Kind(QWEN35, HEADS_NORMED, keys=QWEN35_KEYS),
-    "qwen35moe": Kind(QWEN35_MOE, HEADS_NORMED, keys=(*QWEN35_KEYS, *EXPERT_KEYS, "expert_shared_feed_forward_length")),
-    "granitehybrid": Kind(
-        GRANITE_HYBRID, keys=(*GRANITE_KEYS, *STATE_KEYS, *EXPERT_KEYS, "expert_shared_feed_forward_length")
-    ),
-    "lfm2": Kind(LFM2, HEADS_NORMED, keys=("shortconv.l_cache",)),
+    "qwen35": Kind({}, HEADS_NORMED, keys=QWEN35_KEYS),
+    "qwen35moe": Kind({}, HEADS_NORMED, keys=(*QWEN35_KEYS, *EXPERT_KEYS, SHARED_INNER)),
+    "granitehybrid": Kind({}, keys=(*GRANITE_KEYS, *STATE_KEYS, *EXPERT_KEYS, SHARED_INNER)),
+    "lfm2": Kind({}, HEADS_NORMED, keys=("shortconv.l_cache",), outer=LFM2_OUTER),
     "lfm2moe": Kind(
-        LFM2_MOE,
+        {},
         HEADS_NORMED,
+        outer=LFM2_OUTER,
         keys=("shortconv.l_cache", "leading_dense_block_count", "expert_gating_func", *EXPERT_KEYS),
         experts={"has_preference": True},
     ),

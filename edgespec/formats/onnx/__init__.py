@@ -1,4 +1,4 @@
-"""ONNX graphs of language models as files: the names that all of them share. `onnx` itself is imported where needed."""
+"""ONNX graphs of language models as files: the names that all of them share."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from edgespec.formats.onnx.eagle import ENCODER, HeadConfig
+from edgespec.formats.onnx.graph import TOKENS, Ports, port
 from edgespec.formats.onnx.llama import KernelGraph, Tables, rotary_tables
 from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.formats.onnx.tiles import CACHE, FEATURES, ROWS
@@ -86,14 +86,10 @@ class BlockGraph(KernelGraph):
 class BlockEncoder(BlockGraph):
     """Writes keys and values of the tokens of `FEATURES`. There are no queries: keys are in their place."""
 
-    def values(self) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
-        config, info = self._config, helper.make_tensor_value_info
-        inputs = [
-            info(FEATURES, TensorProto.FLOAT, ["rows", config.feature_size]),
-            info(ROWS, TensorProto.INT32, ["rows", 4]),
-            info(CACHE, TensorProto.INT64, [1]),
-        ]
-        return inputs, [info(WRITTEN, TensorProto.FLOAT, ["rows", config.num_kv_heads * config.head_dim])]
+    def values(self) -> Ports:
+        rows, cache = port(ROWS, ["rows", 4], TensorProto.INT32), port(CACHE, [1], TensorProto.INT64)
+        written = port(WRITTEN, ["rows", self._config.num_kv_heads * self._config.head_dim])
+        return [port(FEATURES, ["rows", self._config.feature_size]), rows, cache], [written]
 
     def parts(self) -> Iterator[None]:
         self._config = replace(self._config, num_heads=self._config.num_kv_heads, has_sinks=False)
@@ -117,14 +113,13 @@ class BlockEncoder(BlockGraph):
 class BlockChain(BlockGraph):
     """What follows the first of `input_ids`, a row whose state is in `FEATURES`: of all tokens, or of the other ids."""
 
-    def values(self) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
-        config, info, place = self._config, helper.make_tensor_value_info, ["batch_size", "sequence_length"]
-        inputs = [info("input_ids", TensorProto.INT64, place)]
-        outputs = [info("scores", TensorProto.FLOAT, None)]
+    def values(self) -> Ports:
+        config = self._config
+        inputs, outputs = [port("input_ids", TOKENS, TensorProto.INT64)], [port("scores", None)]
         if config.has_confidence or config.num_candidates:
-            inputs.append(info(FEATURES, TensorProto.FLOAT, ["batch_size", 1, config.hidden_size]))
+            inputs.append(port(FEATURES, ["batch_size", 1, config.hidden_size]))
         if config.has_confidence:
-            outputs.append(info("confidence", TensorProto.FLOAT, [*place, 1]))
+            outputs.append(port("confidence", [*TOKENS, 1]))
         return inputs, outputs
 
     def parts(self) -> Iterator[None]:

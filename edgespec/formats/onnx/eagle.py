@@ -11,10 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import onnx
-from onnx import TensorProto, helper
-
 from edgespec.formats.onnx.forms import HEAD
+from edgespec.formats.onnx.graph import Ports, port
 from edgespec.formats.onnx.llama import KernelGraph
 from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.formats.onnx.tiles import FEATURES, NEXT_STATES
@@ -43,7 +41,7 @@ class EagleConfig(HeadConfig):
 class EagleGraph(KernelGraph):
     """Gives logits of the vocabulary that is always scored; the state behind them takes the place of the next one."""
 
-    def values(self) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
+    def values(self) -> Ports:
         return self._values_with_states(2 * self._config.hidden_size)
 
     def _embed(self) -> None:
@@ -56,7 +54,7 @@ class Eagle3Graph(KernelGraph):
 
     _config: EagleConfig
 
-    def values(self) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
+    def values(self) -> Ports:
         return self._values_with_states(self._config.hidden_size, self._config.hidden_size)
 
     def _embed(self) -> None:
@@ -83,10 +81,9 @@ class EagleEncoder(KernelGraph):
 
     _config: EagleConfig
 
-    def values(self) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
-        sizes = (FEATURES, self._config.feature_size), (NEXT_STATES, self._config.hidden_size)
-        read, made = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", size]) for name, size in sizes)
-        return [read], [made]
+    def values(self) -> Ports:
+        read, made = ["rows", self._config.feature_size], ["rows", self._config.hidden_size]
+        return [port(FEATURES, read)], [port(NEXT_STATES, made)]
 
     def parts(self) -> Iterator[None]:
         self._product("/model/fc/MatMul", FEATURES, ("model.fc",), NEXT_STATES)

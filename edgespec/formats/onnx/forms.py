@@ -21,8 +21,8 @@ ByteCodes = tuple[NDArray[np.uint8], Floats]
 GROUP_SIZES = (64, 32, 16)  # weights of an embedding that share a scale: the first that divides its width
 
 
-class RowWeights(Protocol):
-    """Weights by their Hugging Face names, as floats; `lm_head.weight` is there if tied (`is_tied`), too."""
+class NamedWeights(Protocol):
+    """Weights by their Hugging Face names; `lm_head.weight` is there if tied (`is_tied`), too."""
 
     is_tied: bool
 
@@ -31,6 +31,10 @@ class RowWeights(Protocol):
 
     def shape(self, name: str) -> tuple[int, int]:
         """(outputs, inputs) of a matrix."""
+
+
+class RowWeights(NamedWeights, Protocol):
+    """Weights as floats."""
 
     def rows(self, name: str) -> Iterator[Floats]:
         """All rows of a matrix in their order, some of them [n, inputs] at a time."""
@@ -79,18 +83,7 @@ class Blocks:
     def product(self, name: str, value: str, sources: Sequence[str], output: str) -> None:
         codes, scales = self._store(name, sources)
         outputs, inputs = stacked_shape(self._weights, sources)
-        self._nodes.add(
-            "MatMulNBits",
-            [value, codes, scales],
-            [output],
-            f"{name}_Q{self._bits}",
-            domain=MICROSOFT,
-            K=inputs,
-            N=outputs,
-            bits=self._bits,
-            block_size=self._size,
-            accuracy_level=4,
-        )
+        multiply(self._nodes, name, [value, codes, scales], output, (outputs, inputs), self._bits, self._size)
 
     def _store(self, name: str, sources: Sequence[str]) -> tuple[str, str]:
         """Names of codes [outputs, blocks, bytes] and scales [outputs, blocks], stored once."""
@@ -151,6 +144,24 @@ def stacked_rows(weights: RowWeights, sources: Sequence[str]) -> Iterator[tuple[
             start += len(rows)
 
 
+def multiply(
+    nodes: Nodes, name: str, inputs: Sequence[str], output: str, shape: tuple[int, int], bits: int, size: int
+) -> None:
+    """The product of `inputs`: a value, codes in blocks of `size`, scales and maybe zero points; `shape` (N, K)."""
+    nodes.add(
+        "MatMulNBits",
+        inputs,
+        [output],
+        f"{name}_Q{bits}",
+        domain=MICROSOFT,
+        K=shape[1],
+        N=shape[0],
+        bits=bits,
+        block_size=size,
+        accuracy_level=4,
+    )
+
+
 def look_up(nodes: Nodes, codes: str, scales: str, output: str, *, bits: int, size: int) -> None:
     """The embeddings of `input_ids`, from rows in groups of `size`."""
     nodes.add(
@@ -186,4 +197,10 @@ def quantise_blocks(rows: Floats, bits: int, size: int) -> ByteCodes:
     scales = np.copysign(least, -extreme)
     with np.errstate(over="ignore"):  # a scale below the smallest normal number
         codes = np.clip(np.rint(groups / scales[..., None]) + middle, 0, 2 * middle - 1).astype(np.uint8)
-    return (codes if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4), scales
+    return (codes if bits == 8 else in_pairs(codes)), scales
+
+
+def in_pairs(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Two codes in each byte, the first in its lower half."""
+    found: NDArray[np.uint8] = codes[..., ::2] | np.left_shift(codes[..., 1::2], 4)
+    return found

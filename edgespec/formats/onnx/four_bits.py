@@ -22,15 +22,23 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.formats.onnx import MICROSOFT
-from edgespec.formats.onnx.forms import HEAD, Blocks, RowWeights, quantise_blocks, stacked_rows, weight_name
+from edgespec.formats.onnx.forms import (
+    HEAD,
+    Blocks,
+    Floats,
+    RowWeights,
+    in_pairs,
+    multiply,
+    quantise_blocks,
+    stacked_rows,
+    weight_name,
+)
 from edgespec.formats.onnx.graph import Nodes
 
 BLOCK = 32  # weights in a block, of the types below and of a graph
 STORED_TYPES = ("Q4_0", "Q4_1", "Q4_K")
 LARGEST = 15
 _MIDDLE = 8  # the code of zero in Q4_0, and the zero point that MatMulNBits has where it is given none
-Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 LEAST_SCALE = np.finfo(np.float32).tiny
 
@@ -152,19 +160,8 @@ class OffsetBlocks:
         if (zeros != _MIDDLE).any():
             padded = np.full((len(zeros), codes.shape[1] + codes.shape[1] % 2), _MIDDLE, np.uint8)
             padded[:, : zeros.shape[1]] = zeros
-            names.append(store(f"{weight}_zero_points", _in_pairs(padded)))
-        self._nodes.add(
-            "MatMulNBits",
-            [value, *names],
-            [output],
-            f"{name}_Q4",
-            domain=MICROSOFT,
-            K=inputs,
-            N=len(codes),
-            bits=4,
-            block_size=BLOCK,
-            accuracy_level=4,
-        )
+            names.append(store(f"{weight}_zero_points", in_pairs(padded)))
+        multiply(self._nodes, name, [value, *names], output, (len(codes), inputs), 4, BLOCK)
 
     def _blocks(self, source: str) -> Iterator[FourBits]:
         found = self._weights.blocks(source)
@@ -180,24 +177,10 @@ class OffsetBlocks:
         return self._widened[value]
 
 
-class _Centred(NamedTuple):
-    """Rows of codes in pairs, with whole zero points, and what these leave of the offsets: all [rows, blocks, ...]."""
-
-    codes: Bytes
-    scales: Floats
-    zeros: Bytes
-    remainders: Floats
-
-
-def _centred(part: FourBits) -> _Centred:
+def _centred(part: FourBits) -> tuple[Bytes, Floats, Bytes, Floats]:
+    """Codes in pairs, scales, whole zero points, what these leave of the offsets: all [rows, blocks, ...]."""
     scales: Floats = np.where(part.scales == 0, LEAST_SCALE, part.scales)  # a block of zeros, or of offsets alone
     with np.errstate(over="ignore"):
         zeros = np.clip(np.rint(-part.offsets / scales), 0, LARGEST)
     remainders: Floats = part.offsets + scales * zeros
-    return _Centred(_in_pairs(part.codes), scales, zeros.astype(np.uint8), remainders)
-
-
-def _in_pairs(codes: Bytes) -> Bytes:
-    """Two codes in each byte, the first in its lower half."""
-    found: Bytes = codes[..., ::2] | np.left_shift(codes[..., 1::2], 4)
-    return found
+    return in_pairs(part.codes), scales, zeros.astype(np.uint8), remainders

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-import onnx
 
+from edgespec.formats.onnx.graph import Ports
 from edgespec.formats.onnx.hybrid import ExpertsGraph
 from edgespec.formats.onnx.llama import Tables, rotary_tables
 from edgespec.formats.onnx.llama_config import LlamaConfig
@@ -102,8 +102,6 @@ class Gemma4Graph(ExpertsGraph):
         else:
             super()._feed_forward(layer)
         config, here, there = self._config, f"/model/layers.{layer}", f"model.layers.{layer}"
-        if not (config.per_layer_size or config.has_scales):
-            return
         if config.per_layer_size:
             self._add_up(f"{here}/Add_1")
             gate = self._product(f"{here}/per_layer_gate/MatMul", self._residual, (f"{there}.per_layer_input_gate",))
@@ -147,7 +145,7 @@ class Gemma4DrafterGraph(Gemma4Graph):
     in the target's cache, and rotary tables begin a place later.
     """
 
-    def values(self) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
+    def values(self) -> Ports:
         return self._values_with_states(self._config.target_width, self._config.target_width)
 
     def _rotary_tables(self, config: LlamaConfig) -> Tables:

@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from edgespec.formats.onnx.forms import Floats
+from edgespec.formats.onnx.graph import Ports, port
 from edgespec.formats.onnx.llama import KernelGraph
 from edgespec.formats.onnx.llama_config import Experts, LlamaConfig
 from edgespec.formats.onnx.tiles import (
@@ -109,9 +109,9 @@ class HybridGraph(ExpertsGraph):
 
     _config: HybridConfig
 
-    def values(self) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
+    def values(self) -> Ports:
         inputs, outputs = super().values()
-        return [*inputs, helper.make_tensor_value_info(STATES, TensorProto.INT64, [1])], outputs
+        return [*inputs, port(STATES, [1], TensorProto.INT64)], outputs
 
     def _heads(self, layer: int) -> dict[str, int]:
         before = layer - self._states_before(layer)
@@ -123,74 +123,58 @@ class HybridGraph(ExpertsGraph):
         return sum(each < layer for each in self._config.recurrent_layers)
 
     def _attention(self, layer: int) -> None:
-        if layer not in self._config.recurrent_layers:
+        config, state = self._config, f"layers.{layer}/input_layernorm"
+        if layer not in config.recurrent_layers:
             super()._attention(layer)
-        elif self._config.value_size:
-            self._mamba(layer)
-        elif self._config.value_heads:
-            self._delta_net(layer)
-        else:
-            self._short_convolution(layer)
-        if layer in self._config.recurrent_layers:
-            self._after(layer, "post_attention")
+            return
+        name, mixer = ("conv", self._short_convolution)
+        if config.value_heads:
+            name, mixer = ("mamba", self._mamba) if config.value_size else ("linear_attn", self._delta_net)
+        here, there = f"/model/layers.{layer}/{name}", f"model.layers.{layer}.{name}"
+        result = mixer(layer, here, there, self._norm(state))
+        self._delta = self._product(f"{here}/out_proj/MatMul", result, (f"{there}.out_proj",))
+        self._after(layer, "post_attention")
 
-    def _delta_net(self, layer: int) -> None:
-        config, here, there = self._config, f"/model/layers.{layer}/linear_attn", f"model.layers.{layer}.linear_attn"
-        state = self._norm(f"layers.{layer}/input_layernorm")
+    def _state_sizes(self, layer: int) -> dict[str, int]:
+        """Attributes of a recurrent layer's operator."""
+        config = self._config
+        return {
+            "layer": self._states_before(layer),
+            "key_heads": config.key_heads,
+            "value_heads": config.value_heads,
+            "size": config.state_size,
+            "value_size": config.value_size or config.state_size,
+        }
+
+    def _delta_net(self, layer: int, here: str, there: str, state: str) -> str:
         mixed, rates = (
             self._product(f"{here}/in_proj_{kinds}/MatMul", state, tuple(f"{there}.in_proj_{kind}" for kind in split))
             for kinds, split in (("qkvz", ("qkv", "z")), ("ba", ("b", "a")))
         )
         vectors = [self._stored(f"{there}.{name}") for name in ("dt_bias", "A", "norm.weight")]
-        result = f"{here}/DeltaNet/output_0"
-        self._nodes.add(
-            DELTA_NET,
-            [mixed, rates, self._kernel(f"{there}.conv1d.weight"), *vectors, ROWS, STATES],
-            [result],
-            f"{here}/DeltaNet",
-            domain=DOMAIN,
-            layer=self._states_before(layer),
-            key_heads=config.key_heads,
-            value_heads=config.value_heads,
-            size=config.state_size,
-            value_size=config.state_size,
-            epsilon=config.norm_epsilon,
-        )
-        self._delta = self._product(f"{here}/out_proj/MatMul", result, (f"{there}.out_proj",))
+        inputs = [mixed, rates, self._kernel(f"{there}.conv1d.weight"), *vectors, ROWS, STATES]
+        name, sizes, epsilon = f"{here}/DeltaNet", self._state_sizes(layer), self._config.norm_epsilon
+        self._nodes.add(DELTA_NET, inputs, [f"{name}/output_0"], name, domain=DOMAIN, **sizes, epsilon=epsilon)
+        return f"{name}/output_0"
 
-    def _mamba(self, layer: int) -> None:
-        config, here, there = self._config, f"/model/layers.{layer}/mamba", f"model.layers.{layer}.mamba"
-        state = self._norm(f"layers.{layer}/input_layernorm")
+    def _mamba(self, layer: int, here: str, there: str, state: str) -> str:
         mixed = self._product(
             f"{here}/in_proj/MatMul", state, tuple(f"{there}.in_proj_{part}" for part in ("bc", "x", "z"))
         )
         times = self._product(f"{here}/dt_proj/MatMul", state, (f"{there}.in_proj_dt",))
         vectors = [self._stored(f"{there}.{name}") for name in ("dt_bias", "A", "D")]
         shift = self._nodes.store(f"{there}.conv1d.bias", self._turned(self._form.vector(f"{there}.conv1d.bias")))
-        gated = f"{here}/Mamba2/output_0"
-        self._nodes.add(
-            MAMBA,
-            [mixed, times, self._kernel(f"{there}.conv1d.weight"), *vectors, shift, ROWS, STATES],
-            [gated],
-            f"{here}/Mamba2",
-            domain=DOMAIN,
-            layer=self._states_before(layer),
-            key_heads=config.key_heads,
-            value_heads=config.value_heads,
-            size=config.state_size,
-            value_size=config.value_size,
-        )
-        normed = self._plain_norm(f"{here}/norm/Norm", gated, self._stored(f"{there}.norm.weight"), f"{here}/normed")
-        self._delta = self._product(f"{here}/out_proj/MatMul", normed, (f"{there}.out_proj",))
+        inputs = [mixed, times, self._kernel(f"{there}.conv1d.weight"), *vectors, shift, ROWS, STATES]
+        name, gated = f"{here}/Mamba2", f"{here}/Mamba2/output_0"
+        self._nodes.add(MAMBA, inputs, [gated], name, domain=DOMAIN, **self._state_sizes(layer))
+        return self._plain_norm(f"{here}/norm/Norm", gated, self._stored(f"{there}.norm.weight"), f"{here}/normed")
 
-    def _short_convolution(self, layer: int) -> None:
-        here, there = f"/model/layers.{layer}/conv", f"model.layers.{layer}.conv"
-        state = self._norm(f"layers.{layer}/input_layernorm")
+    def _short_convolution(self, layer: int, here: str, there: str, state: str) -> str:
         parts = self._product(f"{here}/in_proj/MatMul", state, (f"{there}.in_proj",))
         inputs = [parts, self._kernel(f"{there}.conv.weight"), ROWS, STATES]
         name, result = f"{here}/ShortConv", f"{here}/ShortConv/output_0"
         self._nodes.add(SHORT_CONV, inputs, [result], name, domain=DOMAIN, layer=self._states_before(layer))
-        self._delta = self._product(f"{here}/out_proj/MatMul", result, (f"{there}.out_proj",))
+        return result
 
     def _kernel(self, name: str) -> str:
         """A convolution's kernel [taps, channels], which files have as [channels, taps]."""
@@ -205,7 +189,7 @@ class HybridGraph(ExpertsGraph):
 class NextnGraph(HybridGraph):
     """Attention over pairs of a `FEATURES` row, a state of the text, and the embedding of the token behind it."""
 
-    def values(self) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
+    def values(self) -> Ports:
         return self._values_with_states(self._config.hidden_size)
 
     def _embed(self) -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from edgespec.formats.onnx import DATA, MICROSOFT, MODEL
 from edgespec.formats.onnx.forms import HEAD, Form
-from edgespec.formats.onnx.graph import DataWriter, MemoryWriter, Nodes
+from edgespec.formats.onnx.graph import TOKENS, DataWriter, Nodes, Ports, WeightWriter, port
 from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.formats.onnx.tiles import ATTENTION, CACHE, DOMAIN, FEATURES, NEXT_STATES, NORM, ROWS, Tiles
 
@@ -42,10 +42,7 @@ def write_llama(
 
 
 def llama_graph(
-    config: LlamaConfig,
-    data: DataWriter | MemoryWriter,
-    make_form: Callable[[Nodes], Form],
-    progress: Progress | None = None,
+    config: LlamaConfig, data: WeightWriter, make_form: Callable[[Nodes], Form], progress: Progress | None = None
 ) -> onnx.ModelProto:
     """The graph, whose weights go to `data`. `progress` and exceptions: as in `write_llama`."""
     nodes = Nodes(data)
@@ -119,21 +116,19 @@ class _Graph:
         self._head()
         yield
 
-    def values(self) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
-        """Inputs and outputs of the graph."""
-        config = self._config
-        whole, real, info = TensorProto.INT64, TensorProto.FLOAT, helper.make_tensor_value_info
-        inputs = [
-            info("input_ids", whole, ["batch_size", "sequence_length"]),
-            info("attention_mask", whole, ["batch_size", "total_sequence_length"]),
-        ]
-        outputs = [info("logits", real, ["batch_size", "sequence_length", config.vocab_size])]
+    def values(self) -> Ports:
+        config, whole = self._config, TensorProto.INT64
+        mask = port("attention_mask", ["batch_size", "total_sequence_length"], whole)
+        inputs = [port("input_ids", TOKENS, whole), mask]
+        outputs = [port("logits", [*TOKENS, config.vocab_size])]
         for layer in range(config.num_layers):
             for kind in ("key", "value"):
-                past = ["batch_size", config.num_kv_heads, "past_sequence_length", config.head_dim]
-                inputs.append(info(f"past_key_values.{layer}.{kind}", real, past))
-                present = ["batch_size", config.num_kv_heads, "total_sequence_length", config.head_dim]
-                outputs.append(info(f"present.{layer}.{kind}", real, present))
+                past, present = (
+                    ["batch_size", config.num_kv_heads, f"{which}_sequence_length", config.head_dim]
+                    for which in ("past", "total")
+                )
+                inputs.append(port(f"past_key_values.{layer}.{kind}", past))
+                outputs.append(port(f"present.{layer}.{kind}", present))
         return inputs, outputs
 
     def _count_mask(self) -> None:
@@ -235,34 +230,58 @@ class _Graph:
         return output
 
     def _attention(self, layer: int) -> None:
+        here, there = f"/model/layers.{layer}/attn", f"model.layers.{layer}.self_attn"
+        self._delta = self._product(f"{here}/o_proj/MatMul", self._attended(layer), (f"{there}.o_proj",))
+        self._after(layer, "post_attention")
+
+    def _attended(self, layer: int) -> str:
+        """The result of a layer's attention, before its last matrix."""
         config, here, there = self._config, f"/model/layers.{layer}/attn", f"model.layers.{layer}.self_attn"
-        state = self._norm(f"layers.{layer}/input_layernorm")
+        state = self._input(layer, "input")
         sources = tuple(f"{there}.{kind}_proj" for kind in "qkv")
         if config.has_head_norms:
             parts = [self._product(f"{here}/{s[-6:]}/MatMul", state, (s,)) for s in sources]
             joined = [*(self._head_norm(layer, kind, parts[place]) for place, kind in enumerate("qk")), parts[2]]
         else:
             joined = [self._product(f"{here}/qkv_proj/MatMul", state, sources), "", ""]
-        is_windowed, is_rotated = layer in config.windowed_layers, layer not in config.unrotated_layers
-        tables = _WINDOW_TABLES if is_windowed and config.has_window_tables else _TABLES
         past = [f"past_key_values.{layer}.{kind}" for kind in ("key", "value")]
         seen = f"{here}/GroupQueryAttention/output_0"
         self._nodes.add(
             "GroupQueryAttention",
-            [*joined, *past, _LENGTHS, _TOTAL, *(tables if is_rotated else ("", "")), "", "", ""],
+            [*joined, *past, _LENGTHS, _TOTAL, *self._tables(layer), "", "", ""],
             [seen, f"present.{layer}.key", f"present.{layer}.value"],
             f"{here}/GroupQueryAttention",
             domain=MICROSOFT,
             num_heads=config.num_heads,
             kv_num_heads=config.num_kv_heads,
             scale=config.attention_scale or float(config.head_dim**-0.5),
-            local_window_size=config.window if is_windowed else -1,
+            local_window_size=config.window if layer in config.windowed_layers else -1,
             softcap=config.attention_cap,
-            do_rotary=int(is_rotated),
+            do_rotary=int(layer not in config.unrotated_layers),
             rotary_interleaved=0,
         )
-        self._delta = self._product(f"{here}/o_proj/MatMul", seen, (f"{there}.o_proj",))
-        self._after(layer, "post_attention")
+        return seen
+
+    def _tables(self, layer: int) -> tuple[str, str]:
+        """The rotary tables of a layer; no names where it has no rotary positions."""
+        if layer in self._config.unrotated_layers:
+            return "", ""
+        has_own = layer in self._config.windowed_layers and self._config.has_window_tables
+        return _WINDOW_TABLES if has_own else _TABLES
+
+    def _input(self, layer: int, kind: str) -> str:
+        """What a layer's attention or feed-forward reads: the hidden state, which is normed but for OLMo's like."""
+        place = f"layers.{layer}/{kind}_layernorm"
+        if self._config.has_pre_norms:
+            return self._norm(place)
+        if self._delta:
+            self._add_up(f"/model/{place}/Add")
+        return self._residual
+
+    def _add_up(self, name: str) -> None:
+        """Make the sum of residual and delta the residual."""
+        self._nodes.add("Add", [self._residual, self._delta], [f"{name}/output_0"], name)
+        self._residual, self._delta = f"{name}/output_0", ""
 
     def _head_norm(self, layer: int, kind: str, value: str) -> str:
         """`value` [batch, tokens, heads * head size] with every head normed by itself."""
@@ -285,10 +304,13 @@ class _Graph:
         return f"{name}/output_0"
 
     def _feed_forward(self, layer: int) -> None:
+        place = "pre_feedforward" if self._config.has_post_norms else "post_attention"
+        self._delta = self._dense(layer, self._input(layer, place))
+        self._after(layer, "post_feedforward")
+
+    def _dense(self, layer: int, state: str) -> str:
+        """The feed-forward of a normed `state`."""
         here, there = f"/model/layers.{layer}/mlp", f"model.layers.{layer}.mlp"
-        state = self._norm(
-            f"layers.{layer}/{'pre_feedforward' if self._config.has_post_norms else 'post_attention'}_layernorm"
-        )
         gate, up = (
             self._product(f"{here}/{kind}_proj/MatMul", state, (f"{there}.{kind}_proj",)) for kind in ("gate", "up")
         )
@@ -299,8 +321,7 @@ class _Graph:
             self._nodes.add("Sigmoid", [gate], [f"{here}/act_fn/Sigmoid/output_0"], f"{here}/act_fn/Sigmoid")
             self._nodes.add("Mul", [gate, f"{here}/act_fn/Sigmoid/output_0"], [active], f"{here}/act_fn/Mul")
         self._nodes.add("Mul", [active, up], [both], f"{here}/Mul")
-        self._delta = self._product(f"{here}/down_proj/MatMul", both, (f"{there}.down_proj",))
-        self._after(layer, "post_feedforward")
+        return self._product(f"{here}/down_proj/MatMul", both, (f"{there}.down_proj",))
 
     def _head(self) -> None:
         state = self._norm(f"layers.{self._config.num_layers}/final_norm_layernorm", is_last=True)
@@ -317,23 +338,16 @@ class KernelGraph(_Graph):
 
     _form: Tiles
 
-    def values(self) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
-        whole, real, info = TensorProto.INT64, TensorProto.FLOAT, helper.make_tensor_value_info
-        inputs = [
-            info("input_ids", whole, ["batch_size", "sequence_length"]),
-            info(ROWS, TensorProto.INT32, ["sequence_length", 4]),
-            info(CACHE, whole, [1]),
-        ]
-        return inputs, [info("logits", real, ["batch_size", "sequence_length", self._config.vocab_size])]
+    def values(self) -> Ports:
+        rows, cache = port(ROWS, ["sequence_length", 4], TensorProto.INT32), port(CACHE, [1], TensorProto.INT64)
+        inputs = [port("input_ids", TOKENS, TensorProto.INT64), rows, cache]
+        return inputs, [port("logits", [*TOKENS, self._config.vocab_size])]
 
-    def _values_with_states(
-        self, read: int, made: int = 0
-    ) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
+    def _values_with_states(self, read: int, made: int = 0) -> Ports:
         """`values` of a draft head, with `FEATURES` [tokens, read], and states [tokens, made] that take their place."""
-        info, place = helper.make_tensor_value_info, ["batch_size", "sequence_length"]
         inputs, outputs = KernelGraph.values(self)
-        states = [info(NEXT_STATES, TensorProto.FLOAT, [*place, made])] if made else []
-        return [*inputs, info(FEATURES, TensorProto.FLOAT, [*place, read])], [*outputs, *states]
+        states = [port(NEXT_STATES, [*TOKENS, made])] if made else []
+        return [*inputs, port(FEATURES, [*TOKENS, read])], [*outputs, *states]
 
     def _count_mask(self) -> None:
         """Rows say where they belong."""
@@ -353,25 +367,17 @@ class KernelGraph(_Graph):
     def _biased_product(self, name: str, value: str, weights: list[str], output: str, bias: str) -> None:
         self._form.products(name, value, weights, [output], bias)
 
-    def _attention(self, layer: int) -> None:
-        here, there = f"/model/layers.{layer}/attn", f"model.layers.{layer}.self_attn"
-        self._delta = self._product(f"{here}/o_proj/MatMul", self._attended(layer), (f"{there}.o_proj",))
-        self._after(layer, "post_attention")
-
     def _attended(self, layer: int) -> str:
-        """The result of a layer's attention, before its last matrix."""
         config, here = self._config, f"/model/layers.{layer}/attn"
-        is_windowed, is_rotated = layer in config.windowed_layers, layer not in config.unrotated_layers
-        tables = _WINDOW_TABLES if is_windowed and config.has_window_tables else _TABLES
         seen = f"{here}/Attention/output_0"
         self._nodes.add(
             ATTENTION,
-            [*self._projected(layer), ROWS, CACHE, *(tables if is_rotated else ("", "")), *self._head_vectors(layer)],
+            [*self._projected(layer), ROWS, CACHE, *self._tables(layer), *self._head_vectors(layer)],
             [seen],
             f"{here}/Attention",
             domain=DOMAIN,
             **self._heads(layer),
-            window=max(config.window, 0) if is_windowed else 0,
+            window=max(config.window, 0) if layer in config.windowed_layers else 0,
             scale=config.attention_scale or float(config.head_dim**-0.5),
             cap=config.attention_cap,
             epsilon=config.norm_epsilon,
@@ -406,32 +412,12 @@ class KernelGraph(_Graph):
             self._nodes.add("Gather", [table, place], [f"{table}/rows"], table, axis=0)
         return f"{table}/rows"
 
-    def _input(self, layer: int, kind: str) -> str:
-        """What a layer's attention or feed-forward reads: the hidden state, which is normed but for OLMo's like."""
-        place = f"layers.{layer}/{kind}_layernorm"
-        if self._config.has_pre_norms:
-            return self._norm(place)
-        if self._delta:
-            self._add_up(f"/model/{place}/Add")
-        return self._residual
-
-    def _add_up(self, name: str) -> None:
-        """Make the sum of residual and delta the residual."""
-        self._nodes.add("Add", [self._residual, self._delta], [f"{name}/output_0"], name)
-        self._residual, self._delta = f"{name}/output_0", ""
-
     def _heads(self, layer: int) -> dict[str, int]:
         """Attributes of a layer's attention: its heads, and which of the cache's they are."""
         kv_heads, size, first = self._key_heads(layer)
         return {"heads": self._config.num_heads, "kv_heads": kv_heads, "head_size": size, "first_head": first}
 
-    def _feed_forward(self, layer: int) -> None:
-        place = "pre_feedforward" if self._config.has_post_norms else "post_attention"
-        self._delta = self._dense(layer, self._input(layer, place))
-        self._after(layer, "post_feedforward")
-
     def _dense(self, layer: int, state: str) -> str:
-        """The feed-forward of a normed `state`."""
         here, there = f"/model/layers.{layer}/mlp", f"model.layers.{layer}.mlp"
         kinds = ("gate_up",) if "gate_up_proj" in self._config.fused else ("gate", "up")
         both = self._product(f"{here}/gate_up_proj/MatMul", state, tuple(f"{there}.{kind}_proj" for kind in kinds))

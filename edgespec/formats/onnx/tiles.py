@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import helper
 
-from edgespec.formats.onnx.forms import EMBEDDING, HEAD, Floats, weight_name
+from edgespec.formats.onnx.forms import EMBEDDING, HEAD, NamedWeights, weight_name
 from edgespec.formats.onnx.graph import Nodes
 
 DOMAIN, PRODUCT, LOOKUP, ATTENTION, NORM = "edgespec", "TiledMatMul", "TiledLookup", "Attention", "Norm"
@@ -24,16 +24,8 @@ LAYOUT_VERSION = 2  # of tiles and operators, which exports keep in files: incre
 GATES = {"silu": 1, "gelu": 2, "clamped": 3}  # of the input of a product: the first half through this, times the second
 
 
-class TiledWeights(Protocol):
-    """Weights by their Hugging Face names, as the blocks of a GGUF; `lm_head.weight` is there if tied, too."""
-
-    is_tied: bool
-
-    def vector(self, name: str) -> Floats:
-        """A norm's weights or a bias [width]."""
-
-    def shape(self, name: str) -> tuple[int, int]:
-        """(outputs, inputs) of a matrix."""
+class TiledWeights(NamedWeights, Protocol):
+    """Weights as the blocks of a GGUF."""
 
     def type_number(self, name: str) -> int:
         """GGML's number of a matrix's type."""
