@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
+from edgespec.engines.head import DraftHead
 from edgespec.engines.sequence import Passes
 from edgespec.sampling.sampler import Sampler
 from edgespec.types import Draft, Evidence, TokenIds, Verdict
@@ -58,12 +59,13 @@ class Drafter(ABC):
 
     name: str
     notes: tuple[str, ...] = ()  # for the user, of its configuration
+    models: tuple[Engine | DraftHead, ...] = ()  # that its drafts run
+    owned: tuple[Engine | DraftHead, ...] = ()  # of these, those that it closes
     is_free: ClassVar[bool] = False
     costs_once: ClassVar[bool] = False
     wants_features: ClassVar[bool] = False
     prior: ClassVar[tuple[float, ...]] = (-0.2,)
 
-    @abstractmethod
     def begin(self, prompt_ids: TokenIds) -> None:
         """A new generation starts from `prompt_ids` [n]; state of a prefix shared with the last one may be kept."""
 
@@ -122,13 +124,21 @@ class Drafter(ABC):
         return 0
 
     def set_threads(self, threads: int) -> None:
-        """Threads of the drafts from now on, where it has a model that can change them."""
+        """Threads of the drafts from now on, where its models can change them."""
+        for model in self.models:
+            model.set_threads(min(threads, model.facts.threads) if isinstance(model, Engine) else threads)
 
     def cancel(self) -> None:
         """End a running draft early; may be called from any thread."""
+        for model in self.models:
+            model.cancel()
 
     def clear_cancel(self) -> None:
         """Withdraw a `cancel` that no draft has seen yet."""
+        for model in self.models:
+            model.clear_cancel()
 
     def close(self) -> None:
         """Free what the drafter owns."""
+        for model in self.owned:
+            model.close()

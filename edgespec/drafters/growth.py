@@ -30,13 +30,12 @@ _FOLD, _SHORT_ROW = 64, 8192  # logits of which the largest counts, in rows that
 
 @dataclass(slots=True)
 class DrawnChain:
-    """The tokens so far; `most` are wanted, and none behind one of `end_ids`.
+    """The tokens so far; `request.max_tokens` are wanted, and none behind one of `end_ids`.
 
     They are sampled with the request's settings and, unless the rule compares distributions, the target's noise.
     """
 
     request: DraftRequest
-    most: int
     end_ids: frozenset[int]
     token_ids: list[int] = field(default_factory=list)
     evidence: list[Evidence] = field(default_factory=list)
@@ -71,7 +70,7 @@ class DrawnChain:
         self.distributions.append(distribution)
         evidence = evidence_of(logits, distribution.prob_of(token_id), lead)
         self.evidence.append(evidence if confidence is None else (*evidence, score_of(confidence)))
-        has_room = count + 1 < self.most and token_id not in self.end_ids
+        has_room = count + 1 < request.max_tokens and token_id not in self.end_ids
         asked = request.should_continue
         self.is_open = has_room and (asked is None or asked(count + 1, self.evidence[-1]))
         return has_room

@@ -43,7 +43,8 @@ class HeadDrafter(Drafter):
     most_read: ClassVar[int] = sys.maxsize  # entries that a draft reads; with more new ones it begins behind them
 
     def __init__(self, head: DraftHead, max_features: int, *, owns_head: bool = True) -> None:
-        self._head, self._max_features, self._owns_head = head, max_features, owns_head
+        self._head, self._max_features, self.models = head, max_features, (head,)
+        self.owned = self.models if owns_head else ()
         self._known = np.empty(0, np.int32)  # the text whose entries are cached
 
     def begin(self, prompt_ids: TokenIds) -> None:
@@ -62,17 +63,13 @@ class HeadDrafter(Drafter):
             self._known = self._known[:0]  # its progress is unknown: the next draft reads its entries again
             raise
 
-    def _drafted(self, request: DraftRequest, features: States) -> Draft:
-        chain = DrawnChain(request, request.max_tokens, self._head.facts.end_ids)
-        self._draw(chain, features)
-        return chain.as_draft()
-
     @abstractmethod
     def _most(self, request: DraftRequest) -> int:
         """Tokens to draft at most."""
 
-    def _draw(self, chain: DrawnChain, features: States) -> None:
-        """Add tokens to the chain behind the text, whose last `features` [n, feature width] are known."""
+    @abstractmethod
+    def _drafted(self, request: DraftRequest, features: States) -> Draft:
+        """A draft behind the text, whose last `features` [n, feature width] are known."""
 
     def _keep(self, shared: int, first_known: int, end: int, room: int) -> int:
         """Drop what is not the text's or does not fit; up to where the cache then holds the entries before `end`.
@@ -109,21 +106,8 @@ class HeadDrafter(Drafter):
     @property
     def bytes_used(self) -> int:
         facts = self._head.facts
-        own = facts.num_bytes if self._owns_head else 0
+        own = facts.num_bytes if self.owned else 0
         return own + self._max_features * facts.feature_width * BYTES_PER_FEATURE
-
-    def set_threads(self, threads: int) -> None:
-        self._head.set_threads(threads)
-
-    def cancel(self) -> None:
-        self._head.cancel()
-
-    def clear_cancel(self) -> None:
-        self._head.clear_cancel()
-
-    def close(self) -> None:
-        if self._owns_head:
-            self._head.close()
 
 
 class Eagle3Drafter(HeadDrafter):
@@ -148,7 +132,7 @@ class Eagle3Drafter(HeadDrafter):
         self._known = token_ids.copy()
         if head.facts.can_tree and takes_tree(request):
             return self._tree(request, logits, state)
-        chain = DrawnChain(request, request.max_tokens, head.facts.end_ids)
+        chain = DrawnChain(request, head.facts.end_ids)
         chain.add(logits)
         while chain.is_open:
             logits, state = head.decode(np.array(chain.token_ids[-1:], np.int32), state[np.newaxis].copy())
@@ -205,17 +189,19 @@ class DFlashDrafter(HeadDrafter):
     def _most(self, request: DraftRequest) -> int:
         return min(request.max_tokens, self._head.facts.most_drafted)
 
-    def _draw(self, chain: DrawnChain, features: States) -> None:
-        head, token_ids = self._head, chain.request.token_ids[:-1]
+    def _drafted(self, request: DraftRequest, features: States) -> Draft:
+        head, token_ids = self._head, request.token_ids[:-1]
         end = token_ids.size
         first_known = end - len(features)
         kept = self._keep(self._shared_tokens(token_ids), first_known, end, 0)
         head.inject(features[kept - first_known :])
         self._known = token_ids.copy()
-        logits, confidences = head.block(int(chain.request.token_ids[-1]), chain.request.max_tokens)
+        logits, confidences = head.block(int(request.token_ids[-1]), request.max_tokens)
+        chain = DrawnChain(request, head.facts.end_ids)
         while chain.is_open:
             row = len(chain.token_ids)
             chain.add(logits[row], None if confidences is None else float(confidences[row]))
+        return chain.as_draft()
 
     def num_uncached(self, token_ids: TokenIds) -> int:
         return min(token_ids.size - self._shared_tokens(token_ids), self._max_features)
@@ -249,7 +235,7 @@ class MedusaDrafter(HeadDrafter):
             end_ids = self._head.facts.end_ids
             growth = Growth(request, end_ids, disagreement=self.disagreement, deepest=len(logits))
             return grown(growth, logits[0], rows_of)
-        chain = DrawnChain(request, request.max_tokens, self._head.facts.end_ids)
+        chain = DrawnChain(request, self._head.facts.end_ids)
         while chain.is_open:
             chain.add(logits[len(chain.token_ids)])
         return chain.as_draft()
@@ -267,13 +253,14 @@ class Gemma4Drafter(HeadDrafter):
     def _most(self, request: DraftRequest) -> int:
         return request.max_tokens
 
-    def _draw(self, chain: DrawnChain, features: States) -> None:
-        token_ids, state = chain.request.token_ids, features[-1]
-        position, token_id = token_ids.size - 1, int(token_ids[-1])
+    def _drafted(self, request: DraftRequest, features: States) -> Draft:
+        state, token_id, position = features[-1], int(request.token_ids[-1]), request.token_ids.size - 1
+        chain = DrawnChain(request, self._head.facts.end_ids)
         while chain.is_open:
             logits, state = self._head.step(token_id, state, position, self._sequence)
             chain.add(logits)
             token_id = chain.token_ids[-1] if chain.token_ids else token_id
+        return chain.as_draft()
 
     def another(self, sequence: int) -> Drafter:
         return type(self)(self._head, self._max_features, sequence=sequence, owns_head=False)

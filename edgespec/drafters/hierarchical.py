@@ -36,12 +36,13 @@ class HierarchicalDrafter(ModelDrafter):
         """`cache`: of the medium, for another sequence of one that owns the engine; None: its first one, owned."""
         super().__init__(medium, cache, owns_engine=cache is None)
         self._small, self._ahead = small, ahead
+        self.models = (*small.models, medium)
 
     def _of_sequence(self, sequence: int) -> ModelDrafter | None:
         small = self._small.another(sequence)
         if small is None:
             return None
-        cache = self._cache.another(sequence)
+        cache = self.cache.another(sequence)
         return HierarchicalDrafter(small, self._engine, self._ahead, cache)
 
     def begin(self, prompt_ids: TokenIds) -> None:
@@ -53,8 +54,8 @@ class HierarchicalDrafter(ModelDrafter):
         most = min(request.max_tokens, self._engine.facts.context_length // 4)
         if most < 1:
             return EMPTY_DRAFT
-        chain = DrawnChain(request, most, self._engine.vocabulary.end_ids)
-        with restored_on_failure(self._cache):
+        chain = DrawnChain(request.at_most(most), self._engine.vocabulary.end_ids)
+        with restored_on_failure(self.cache):
             missing = yield from self._missing(request.token_ids, most)
             while chain.is_open:
                 missing = yield from self._inner_round(chain, missing)
@@ -63,10 +64,10 @@ class HierarchicalDrafter(ModelDrafter):
     def _missing(self, token_ids: TokenIds, most: int) -> Passes[TokenIds]:
         """The last few tokens that the medium has not read; earlier ones that it lacks are read here."""
         window = self._window(token_ids, most)
-        self._cache.reuse(window)
-        missing = window[self._cache.length :]
+        self.cache.reuse(window)
+        missing = window[self.cache.length :]
         if missing.size > _READ_ALONG:
-            yield from self._cache.feeding(missing[:-1])
+            yield from self.cache.feeding(missing[:-1])
             return missing[-1:]
         return missing
 
@@ -74,18 +75,18 @@ class HierarchicalDrafter(ModelDrafter):
         """The small model drafts, the medium reads `missing` and verifies in one pass; what it has not read then."""
         ahead = yield from self._small_draft(chain)
         fed = Draft.chain(np.concatenate((missing[1:], ahead.token_ids)))
-        logits = (yield from self._cache.scoring(int(missing[0]), fed))[missing.size - 1 :]
+        logits = (yield from self.cache.scoring(int(missing[0]), fed))[missing.size - 1 :]
         agreed = 0
         while (
             chain.add(logits[agreed]) and agreed < ahead.num_tokens and chain.token_ids[-1] == ahead.token_ids[agreed]
         ):
             agreed += 1
-        self._cache.keep(int(missing[0]), fed, tuple(range(missing.size - 1 + agreed)))
+        self.cache.keep(int(missing[0]), fed, tuple(range(missing.size - 1 + agreed)))
         return np.array(chain.token_ids[-1:], np.int32)
 
     def _small_draft(self, chain: DrawnChain) -> Passes[Draft]:
         """Tokens of the small model behind those of the chain, drawn with the noise that the medium will use."""
-        count = min(self._ahead, chain.most - len(chain.token_ids) - 1)
+        count = min(self._ahead, chain.request.max_tokens - len(chain.token_ids) - 1)
         if count < 1:
             return EMPTY_DRAFT
         behind = chain.request._replace(
@@ -100,15 +101,3 @@ class HierarchicalDrafter(ModelDrafter):
     def reset_engine(self) -> Engine | None:
         self._small.reset_engine()
         return super().reset_engine()
-
-    def set_threads(self, threads: int) -> None:
-        self._small.set_threads(threads)
-        super().set_threads(threads)
-
-    def cancel(self) -> None:
-        self._small.cancel()
-        super().cancel()
-
-    def clear_cancel(self) -> None:
-        self._small.clear_cancel()
-        super().clear_cancel()

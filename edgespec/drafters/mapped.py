@@ -9,7 +9,7 @@ worse, and the output is still right.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,12 +62,7 @@ class VocabularyMap:
         """The target's end tokens that the draft can propose."""
         return frozenset(i for i in self._target.end_ids if int(self.draft_ids[i]) in self._draft.end_ids)
 
-    @property
-    def share(self) -> float:
-        """The share of the target's tokens that the draft has, from 0 to 1."""
-        return float((self.draft_ids >= 0).mean())
-
-    def share_of(self, token_ids: list[int]) -> float:
+    def share(self, token_ids: Sequence[int]) -> float:
         """The share of these target tokens [n] that the draft has, from 0 to 1; 0 for none."""
         return float((self.draft_ids[token_ids] >= 0).mean()) if token_ids else 0.0
 

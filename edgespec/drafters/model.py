@@ -37,16 +37,13 @@ class ModelDrafter(Drafter):
         *,
         owns_engine: bool = True,
     ) -> None:
-        self._engine, self._owns_engine, self.notes = engine, owns_engine, notes
-        self._cache = CachedSequence(engine) if cache is None else cache
+        self._engine, self.notes = engine, notes
+        self.models = (engine,)
+        self.owned = self.models if owns_engine else ()
+        self.cache = CachedSequence(engine) if cache is None else cache
         self._window_start = 1  # first text position in the window behind the text's first token
         self._former_start = 1  # the same in an earlier generation
         self._others: dict[int, ModelDrafter] = {}  # by sequence
-
-    @property
-    def cache(self) -> CachedSequence:
-        """The draft model's cache, for a drafter that shares the model."""
-        return self._cache
 
     def begin(self, prompt_ids: TokenIds) -> None:
         # The prompt is fed with the first draft, off the path to the first token.
@@ -62,20 +59,20 @@ class ModelDrafter(Drafter):
         most = min(request.max_tokens, room // 4)
         if most < 1:
             return EMPTY_DRAFT
-        with restored_on_failure(self._cache):
-            chain = DrawnChain(request, most, self._cache.end_ids)
+        with restored_on_failure(self.cache):
+            chain = DrawnChain(request.at_most(most), self.cache.end_ids)
             chain.add((yield from self.catching_up(request.token_ids, most)))
             if chain.is_open:
-                self._cache.mark()  # what was read up to here is the text; the next draft begins with it again
+                self.cache.mark()  # what was read up to here is the text; the next draft begins with it again
             while chain.is_open:
-                chain.add((yield from self._cache.feeding(np.array(chain.token_ids[-1:], np.int32))))
+                chain.add((yield from self.cache.feeding(np.array(chain.token_ids[-1:], np.int32))))
             return chain.as_draft()
 
     def catching_up(self, token_ids: TokenIds, most: int) -> Passes[Logits]:
         """Feed what the cache lacks of `token_ids` [n]; the logits row after the last of them."""
         window = self._window(token_ids, most)
-        self._cache.reuse(window)
-        return (yield from self._cache.feeding(window[self._cache.length :]))
+        self.cache.reuse(window)
+        return (yield from self.cache.feeding(window[self.cache.length :]))
 
     def _window(self, token_ids: TokenIds, most: int) -> TokenIds:
         """The text as the draft sees it: all of it, or its first token and the latest part that fits.
@@ -85,11 +82,11 @@ class ModelDrafter(Drafter):
         capacity = self._engine.facts.context_length - most
         if token_ids.size <= self._window_start:
             self._window_start = 1
-        if self._window_start == 1 and self._cache.latest_fitting(token_ids, capacity) == token_ids.size:
+        if self._window_start == 1 and self.cache.latest_fitting(token_ids, capacity) == token_ids.size:
             return token_ids
-        behind_first = self._cache.latest_fitting(token_ids, capacity - self._cache.most_per_token)
+        behind_first = self.cache.latest_fitting(token_ids, capacity - self.cache.most_per_token)
         if token_ids.size - self._window_start > behind_first:
-            self._window_start = token_ids.size - self._cache.latest_fitting(token_ids, capacity // 2)
+            self._window_start = token_ids.size - self.cache.latest_fitting(token_ids, capacity // 2)
         return _from(token_ids, self._window_start)
 
     def num_uncached(self, token_ids: TokenIds) -> int:
@@ -115,12 +112,12 @@ class ModelDrafter(Drafter):
             part = half
         if part < min(_LEAST_READ, half):
             return self.num_uncached(token_ids) if fits else half
-        self._window_start = token_ids.size - self._cache.latest_fitting(token_ids, min(part, half))
+        self._window_start = token_ids.size - self.cache.latest_fitting(token_ids, min(part, half))
         return self.num_uncached(token_ids)
 
     @property
     def reads_part(self) -> bool:
-        return self._window_start > 1 and self._cache.length > 1
+        return self._window_start > 1 and self.cache.length > 1
 
     def _missing_from(self, token_ids: TokenIds, start: int) -> int | None:
         """Tokens that the cache lacks of the window from `start` on; None where that does not fit or is not there."""
@@ -128,16 +125,16 @@ class ModelDrafter(Drafter):
             return None
         window = _from(token_ids, start)
         room = self._engine.facts.context_length
-        if self._cache.latest_fitting(window, room - min(_FREE, room // 4)) < window.size:
+        if self.cache.latest_fitting(window, room - min(_FREE, room // 4)) < window.size:
             return None
-        return window.size - self._cache.reusable_length(window)
+        return window.size - self.cache.reusable_length(window)
 
     @property
     def engine(self) -> Engine | None:
         return self._engine
 
     def reset_engine(self) -> Engine | None:
-        self._cache.rollback(0)
+        self.cache.rollback(0)
         return self._engine
 
     @property
@@ -155,20 +152,7 @@ class ModelDrafter(Drafter):
 
     def _of_sequence(self, sequence: int) -> ModelDrafter | None:
         """A drafter like this one for another sequence of the engine, which it does not own."""
-        return type(self)(self._engine, self._cache.another(sequence), owns_engine=False)
-
-    def set_threads(self, threads: int) -> None:
-        self._engine.set_threads(min(threads, self._engine.facts.threads))
-
-    def cancel(self) -> None:
-        self._engine.cancel()
-
-    def clear_cancel(self) -> None:
-        self._engine.clear_cancel()
-
-    def close(self) -> None:
-        if self._owns_engine:
-            self._engine.close()
+        return type(self)(self._engine, self.cache.another(sequence), owns_engine=False)
 
 
 class EarlyExitDrafter(ModelDrafter):

@@ -28,9 +28,6 @@ class ForcedDrafter(Drafter):
     is_free = True
     prior = (3.0,)  # models nearly always spell what they must write as they learnt to
 
-    def begin(self, prompt_ids: TokenIds) -> None:
-        pass
-
     def serves(self, request: DraftRequest) -> bool:
         return request.sampler.constraint is not None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from edgespec.config.options import LoadOptions
@@ -62,11 +62,12 @@ class Need:
 
 
 DRAFT = Need("a draft model", "draft", "-md/--model-draft", "draft")
-EAGLE3_HEAD = Need("an EAGLE-3 head", "draft", "-md/--model-draft", "draft")
-DFLASH_HEAD = Need("a DFlash head", "draft", "-md/--model-draft", "draft")
-MTP_FILE = Need("a multi-token prediction layer", "draft", "-md/--model-draft", "draft")
 # In a draft model's place. A layer of `mtp` is in the target's own file where the pair has no such file.
-HEAD_FILES: Mapping[DrafterName, Need] = {"eagle3": EAGLE3_HEAD, "dflash": DFLASH_HEAD, "mtp": MTP_FILE}
+HEAD_FILES: Mapping[DrafterName, Need] = {
+    "eagle3": replace(DRAFT, what="an EAGLE-3 head"),
+    "dflash": replace(DRAFT, what="a DFlash head"),
+    "mtp": replace(DRAFT, what="a multi-token prediction layer"),
+}
 MEDIUM = Need("a medium model", "medium", "--medium", "medium", must_be_asked=True)
 EXIT = Need("an early exit of a GGUF target", "exit_layer", "--exit-layer", "target", must_be_asked=True)
 HEADS = Need("heads", "heads", "--heads")
@@ -120,8 +121,8 @@ SPECS: dict[DrafterName, DrafterSpec] = {
     "ngram": DrafterSpec(cost="free", is_made=True, bytes_per_token=400, in_auto=False),
     "suffix": DrafterSpec(cost="free", is_made=True, bytes_per_token=600, most_tokens=1 << 16),
     "model": DrafterSpec((DRAFT,), "engine"),
-    "eagle3": DrafterSpec((EAGLE3_HEAD,), "engine"),
-    "dflash": DrafterSpec((DFLASH_HEAD,), "engine"),
+    "eagle3": DrafterSpec((HEAD_FILES["eagle3"],), "engine"),
+    "dflash": DrafterSpec((HEAD_FILES["dflash"],), "engine"),
     "mtp": DrafterSpec((MTP_LAYERS,), "engine"),
     "early-exit": DrafterSpec((EXIT,), "engine", engines=("onnx",)),
     "hierarchical": DrafterSpec((DRAFT, MEDIUM), "engine"),

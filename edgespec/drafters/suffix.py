@@ -165,10 +165,6 @@ class CorpusMatch:
         """Tokens of the match; 0 without one."""
         return 0 if self._span is None else self._span.length
 
-    @property
-    def bytes_used(self) -> int:
-        return self.index.bytes_used
-
     def restart(self) -> None:
         """Another text begins."""
         self._span, self._num_seen = None, 0
@@ -276,7 +272,7 @@ class SuffixDrafter(Drafter):
 
     @property
     def bytes_used(self) -> int:
-        corpora_bytes = sum(corpus.bytes_used for corpus in self._corpora)
+        corpora_bytes = sum(corpus.index.bytes_used for corpus in self._corpora)
         return self._automaton.bytes_used + self._text.bytes_used + corpora_bytes
 
     def _index(self, token_ids: TokenIds) -> None:

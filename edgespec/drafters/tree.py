@@ -7,44 +7,41 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.growth import CHAIN_PRIOR, ROOT, Growth
+from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.growth import ROOT, Growth
 from edgespec.drafters.model import ModelDrafter
-from edgespec.engines.base import Engine
-from edgespec.engines.sequence import Passes, at_once, restored_on_failure
-from edgespec.types import EMPTY_DRAFT, NO_PARENT, Draft, TokenIds, Verdict
+from edgespec.engines.sequence import Passes, restored_on_failure
+from edgespec.types import EMPTY_DRAFT, NO_PARENT, Draft
 
 _MOST_CHILDREN = 4  # of one node
 
 
-class TreeDrafter(Drafter):
+class TreeDrafter(ModelDrafter):
     """Drafts with the engine and the cache of `model`, which owns them; a chain where trees are not possible."""
 
     name = "tree"
-    prior = CHAIN_PRIOR
+    engine = None  # what passes of `model` cost says little about those of trees
+    bytes_used = 0
 
     def __init__(self, model: ModelDrafter) -> None:
-        self._model = model
+        super().__init__(model.cache.engine, model.cache, owns_engine=False)
 
-    def begin(self, prompt_ids: TokenIds) -> None:
-        self._model.begin(prompt_ids)
-
-    def draft(self, request: DraftRequest) -> Draft:
-        """A tree of at most `request.max_tokens` nodes, `request.max_branches` of them side branches' ends."""
-        return at_once(self.drafting(request))
+    def another(self, sequence: int) -> None:
+        """One for another sequence is made of the draft model's."""
 
     def drafting(self, request: DraftRequest) -> Passes[Draft]:
-        cache = self._model.cache
+        """A tree of at most `request.max_tokens` nodes, `request.max_branches` of them side branches' ends."""
+        cache = self.cache
         branches = min(request.max_branches, cache.most_branches)
         if not branches:
-            return (yield from self._model.drafting(request))
+            return (yield from super().drafting(request))
         most = min(request.max_tokens, cache.engine.facts.context_length // 4)
         if most < 1:
             return EMPTY_DRAFT
         request = request._replace(max_tokens=most, max_branches=branches)
         with restored_on_failure(cache):
             growth = Growth(request, cache.end_ids, _MOST_CHILDREN)
-            growth.open(ROOT, (yield from self._model.catching_up(request.token_ids, most)))
+            growth.open(ROOT, (yield from self.catching_up(request.token_ids, most)))
             while growth.grow():
                 yield from self._scoring(growth)
             return growth.draft()
@@ -55,32 +52,10 @@ class TreeDrafter(Drafter):
         rows = sorted({node for leaf in wanted for node in growth.path(leaf)})
         index = {node: row for row, node in enumerate(rows)}
         nodes = [growth.nodes[node] for node in rows]
-        logits = yield from self._model.cache.looking(
+        logits = yield from self.cache.looking(
             np.array([node.token_id for node in nodes], np.int32),
             np.array([index.get(node.parent, NO_PARENT) for node in nodes], np.int32),
             np.isin(rows, wanted),
         )
         for node, row in zip(sorted(wanted), logits, strict=True):
             growth.open(node, row)
-
-    def observe(self, draft: Draft, verdict: Verdict) -> None:
-        self._model.observe(draft, verdict)
-
-    def num_uncached(self, token_ids: TokenIds) -> int:
-        return self._model.num_uncached(token_ids)
-
-    def reading(self, token_ids: TokenIds, whole: int, part: int) -> int:
-        return self._model.reading(token_ids, whole, part)
-
-    @property
-    def reads_part(self) -> bool:
-        return self._model.reads_part
-
-    def reset_engine(self) -> Engine | None:
-        return self._model.reset_engine()
-
-    def cancel(self) -> None:
-        self._model.cancel()
-
-    def clear_cancel(self) -> None:
-        self._model.clear_cancel()

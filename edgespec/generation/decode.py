@@ -48,19 +48,13 @@ def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[Token
 def steps(run: Run, controller: Controller | None = None, rule: Rule | None = None) -> Steps[None]:
     """The loop: speculative with a controller and a rule, plain without."""
     with run.guarded():
-        pending_id = yield from _first_token(run)
+        logits = yield from run.prefill()
+        pending_id = run.sampler.pick(run.sampler.distribution(logits, run.prompt_ids), run.target.length)
+        yield from run.emit(pending_id, run.target.length, logits)
         if controller is None or rule is None:
             yield from _plain_rounds(run, pending_id)
         else:
             yield from _speculative_rounds(run, controller, rule, pending_id)
-
-
-def _first_token(run: Run) -> Steps[int]:
-    """Prefill and emit the first token; returns it as the pending token."""
-    logits = yield from run.prefill()
-    pending_id = run.sampler.pick(run.sampler.distribution(logits, run.prompt_ids), run.target.length)
-    yield from run.emit(pending_id, run.target.length, logits)
-    return pending_id
 
 
 def _plain_rounds(run: Run, pending_id: int) -> Steps[None]:

@@ -81,7 +81,8 @@ def draft_cache(target: Engine, draft: Engine, name: str) -> tuple[CachedSequenc
         return CachedSequence(draft), ""
     mapping = map_vocabulary(target.vocabulary, draft)
     in_text = _share_of_text(target.vocabulary, mapping)
-    overlap = f"{name} has {mapping.share:.1%} of the target's tokens, and {in_text:.1%} of those in ordinary text"
+    in_all = mapping.share(range(target.vocabulary.size))
+    overlap = f"{name} has {in_all:.1%} of the target's tokens, and {in_text:.1%} of those in ordinary text"
     if in_text < LEAST_OVERLAP:
         raise VocabularyMismatch(
             f"{why}. {overlap}; at least {LEAST_OVERLAP:.0%} of the latter are needed. Use a draft of the same model "
@@ -92,7 +93,7 @@ def draft_cache(target: Engine, draft: Engine, name: str) -> tuple[CachedSequenc
 
 def _share_of_text(target: Vocabulary, mapping: VocabularyMap) -> float:
     """The share of the tokens of ordinary text that the draft has."""
-    return mapping.share_of(target.encode(" ".join(prompt.text for prompt in PROMPTS)))
+    return mapping.share(target.encode(" ".join(prompt.text for prompt in PROMPTS)))
 
 
 def difference(target: Vocabulary, draft: Vocabulary) -> str:

@@ -129,12 +129,9 @@ def _check_chain(draft: Draft, rule: str) -> None:
 
 
 def _proposed(draft: Draft, node: int) -> Distribution:
-    return draft.distributions[node] if draft.distributions is not None else _certain(int(draft.token_ids[node]))
-
-
-def _certain(token_id: int) -> Distribution:
-    """One-hot distribution of a deterministic proposal; the integer 1 is exact in every number type."""
-    return Distribution(np.array([token_id], np.int32), _ONE)
+    if draft.distributions is not None:
+        return draft.distributions[node]
+    return Distribution(draft.token_ids[node : node + 1], _ONE)  # the integer 1 is exact in every number type
 
 
 def residual(target: Distribution, proposed: Distribution, reach: Any = 1) -> Distribution:

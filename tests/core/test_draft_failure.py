@@ -41,8 +41,6 @@ DRAFTERS: dict[str, Callable[[Struck], Drafter]] = {
 
 
 def caches_of(drafter: Drafter) -> list[CachedSequence]:
-    if isinstance(drafter, TreeDrafter):
-        return [drafter._model.cache]
     assert isinstance(drafter, ModelDrafter)
     own = drafter.cache._inner if isinstance(drafter.cache, MappedSequence) else drafter.cache
     return [own, *(caches_of(drafter._small) if isinstance(drafter, HierarchicalDrafter) else ())]

@@ -42,8 +42,8 @@ def test_tokens_are_the_same_when_they_print_the_same() -> None:
     draft = Words([b"", b"ab", b"b", b"\n"], stop=0)
     mapping = VocabularyMap(target, draft)
     assert mapping.draft_ids.tolist() == [-1, 2, 1, 0, -1]
-    assert mapping.share == pytest.approx(3 / 5)
-    assert mapping.share_of([0, 2, 2, 2]) == 0.75 and mapping.share_of([]) == 0
+    assert mapping.share(range(5)) == pytest.approx(3 / 5)
+    assert mapping.share([0, 2, 2, 2]) == 0.75 and mapping.share([]) == 0
     logits = mapping.gathered(np.array([10, 11, 12, 13], np.float32))
     assert logits.tolist() == [LACKS, 12, 11, 10, LACKS]
 
@@ -128,7 +128,7 @@ def test_spelled_tokens_are_taken_back_whole_and_the_window_slides() -> None:
         found = drafter.draft(DraftRequest(text[:end], 6, sampler))
         assert found.num_tokens == 6 and set(found.token_ids.tolist()) <= {0, 1}
         assert draft.length() <= 32
-        cache = drafter._cache
+        cache = drafter.cache
         assert isinstance(cache, MappedSequence)
         assert draft.length() == cache._map.sizes(cache.token_ids).sum()
         assert drafter.num_uncached(text[:end]) in (0, 1)
