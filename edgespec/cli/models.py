@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -28,7 +28,6 @@ from edgespec.formats.manifest import ModelPair
 from edgespec.installation import quoted
 from edgespec.loading.catalogue import Entry, entries, entry_called
 from edgespec.loading.download import OnBytes
-from edgespec.loading.drafts import Aim, Candidate, find_aim, rank
 from edgespec.loading.model_facts import ModelFacts, size_label
 from edgespec.loading.own_models import add as add_model
 from edgespec.loading.own_models import drafted_from, entry_bytes, fits, list_here, list_known, pair_bytes, remove
@@ -38,6 +37,9 @@ from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import Fitted, chosen_context, fit, placed
 from edgespec.memory.plan import Room, planned
 from edgespec.memory.watch import plan_object
+
+if TYPE_CHECKING:
+    from edgespec.loading.drafts import Aim, Candidate
 
 _FITS = {True: "yes", False: "no", None: "?"}
 
@@ -290,6 +292,8 @@ def drafts(target: str, as_json: bool) -> int:
     Compares vocabularies, heads and targets as loading does, sizes and memory. What a draft gains is a guess from its
     size and its kind: bench measures it. The last line is the command to run. TARGET is a name, a file or a folder.
     """
+    from edgespec.loading.drafts import find_aim, rank  # imports numpy, which the other commands do without
+
     with waiting("comparing vocabularies"):
         aim = find_aim(target)
         found = rank(aim)

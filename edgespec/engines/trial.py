@@ -11,8 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from edgespec.closing import Closing
 from edgespec.contained import Child, ChildEnded
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound
@@ -122,6 +120,8 @@ def fault_of(path: Path) -> str | None:
 
 
 def _try_gguf(path: Path) -> str | None:
+    import numpy as np  # the process that plans does without
+
     from edgespec.engines.booked import fault_of
     from edgespec.engines.llamacpp.embeddings import EncoderEngine
     from edgespec.engines.llamacpp.engine import LlamaCppEngine
