@@ -20,7 +20,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from edgespec import __version__
-from edgespec.bench.runner import Measurement, Trial
+from edgespec.bench.runner import BenchTrial, Measurement
 from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.config.values import aligned
 from edgespec.errors import ConfigError
@@ -96,7 +96,7 @@ class Summary:
     both sides decoded plainly then.
     """
 
-    def __init__(self, trials: Iterable[Trial]) -> None:
+    def __init__(self, trials: Iterable[BenchTrial]) -> None:
         self.trials = list(trials)
         self.standard = Side(trial.standard for trial in self.trials)
         self.speculative = Side(trial.speculative for trial in self.trials)
@@ -173,11 +173,11 @@ def describe(model: Model, sampling: Sampling, options: GenerateOptions) -> dict
 
 
 def report_of(
-    model: Model, sampling: Sampling, options: GenerateOptions, trials: Sequence[Trial], num_planned: int
+    model: Model, sampling: Sampling, options: GenerateOptions, trials: Sequence[BenchTrial], num_planned: int
 ) -> Report:
     """The report of `trials`, at least one of `num_planned`; its `complete` says whether these are all."""
-    by_domain: dict[str, list[Trial]] = defaultdict(list)
-    by_prompt: dict[int, list[Trial]] = defaultdict(list)
+    by_domain: dict[str, list[BenchTrial]] = defaultdict(list)
+    by_prompt: dict[int, list[BenchTrial]] = defaultdict(list)
     for trial in trials:
         by_domain[trial.task.prompt.domain].append(trial)
         by_prompt[trial.task.index].append(trial)

@@ -49,7 +49,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class BenchTrial:
     """One task with and without speculation.
 
     `standard`: plain decoding, which must give the same tokens. `again`: once more, which shows the noise; None in
@@ -97,7 +97,7 @@ def run_trials(
     on_token: OnToken | None = None,
     *,
     compares: bool = False,
-) -> Iterator[Trial]:
+) -> Iterator[BenchTrial]:
     """One trial per task; ends early as `runs`. `compares`: for their text; log probabilities are kept then, and
     nothing runs for the noise.
     """
@@ -112,7 +112,7 @@ def run_trials(
     for task, side, measured in runs(model, tasks, sides, is_over, on_token):
         done[side] = measured
         if done.keys() == sides(task).keys():
-            yield Trial(task, **done)
+            yield BenchTrial(task, **done)
             done = {}
 
 

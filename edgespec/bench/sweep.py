@@ -32,7 +32,7 @@ _GOALS = (1.25, 1.5, 2.0, 3.0, 5.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SweptSetting:
     """A drafter with a draft length, as `GenerateOptions` takes them."""
 
     drafter: DrafterName
@@ -46,7 +46,7 @@ class Choice:
         return f"{self.drafter}, {self.length}" if self.is_fixed else self.drafter
 
 
-PLAIN = Choice("none", "auto")
+PLAIN = SweptSetting("none", "auto")
 
 
 class Sweep:
@@ -54,14 +54,16 @@ class Sweep:
 
     def __init__(self, model: Model, options: GenerateOptions) -> None:
         self.model = model
-        self.auto = Choice(model.drafter_name, "auto")
+        self.auto = SweptSetting(model.drafter_name, "auto")
         drafters = model.drafters.names if model.drafter_name == "auto" else [model.drafter_name]
         lengths = [length for length in LENGTHS if length < model.target.widest_pass]
-        self.choices = [PLAIN, self.auto, *(Choice(name, length) for name in drafters for length in lengths)]
+        self.choices = [PLAIN, self.auto, *(SweptSetting(name, length) for name in drafters for length in lengths)]
         self._options = replace(options, logprobs=False)
-        self._runs: dict[tuple[Choice, str], list[Measurement]] = defaultdict(list)
+        self._runs: dict[tuple[SweptSetting, str], list[Measurement]] = defaultdict(list)
 
-    def run(self, tasks: Sequence[Task], is_over: Callable[[], bool]) -> Iterator[tuple[Task, Choice, Measurement]]:
+    def run(
+        self, tasks: Sequence[Task], is_over: Callable[[], bool]
+    ) -> Iterator[tuple[Task, SweptSetting, Measurement]]:
         """Measure every setting on every task; ends early as `runs`."""
         sides = {
             choice: replace(self._options, drafter=choice.drafter, draft_length=choice.length)
@@ -77,18 +79,18 @@ class Sweep:
         names = dict.fromkeys(domain for _, domain in self._runs)
         return [name for name in names if all((choice, name) in self._runs for choice in self.choices)]
 
-    def side(self, choice: Choice, domain: str | None = None) -> Side:
+    def side(self, choice: SweptSetting, domain: str | None = None) -> Side:
         """All runs of a setting; of one kind of text, or of all (None)."""
         return Side(
             run for (one, name), runs in self._runs.items() if one == choice and domain in (None, name) for run in runs
         )
 
-    def speedup(self, choice: Choice, domain: str | None = None) -> float | None:
+    def speedup(self, choice: SweptSetting, domain: str | None = None) -> float | None:
         """Over plain decoding of the same model; None where the answers are too short."""
         plain, rate = (self.side(each, domain).pooled_rate for each in (PLAIN, choice))
         return rate / plain if plain and rate else None
 
-    def best(self, domain: str | None = None) -> Choice | None:
+    def best(self, domain: str | None = None) -> SweptSetting | None:
         """The fastest fixed setting, plain decoding among them; None where no rate is known."""
         fixed = [choice for choice in self.choices if choice.is_fixed or choice == PLAIN]
         best = max(fixed, key=lambda choice: self.speedup(choice, domain) or 0.0)
@@ -120,7 +122,7 @@ def sweep_lines(sweep: Sweep) -> Iterator[str]:
     lengths = sorted({choice.length for choice in sweep.choices if isinstance(choice.length, int)})
     table = [("draft length", *map(str, lengths))]
     for drafter in dict.fromkeys(choice.drafter for choice in sweep.choices if choice.is_fixed):
-        table.append((drafter, *(shown(sweep.speedup(Choice(drafter, length))) for length in lengths)))
+        table.append((drafter, *(shown(sweep.speedup(SweptSetting(drafter, length))) for length in lengths)))
     yield from aligned(table, right=range(1, len(lengths) + 1))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from edgespec.chat.marks import ANSWER_HEADER, ChannelSplitter, Marks, begun, control_text, reasoning_marks
-from edgespec.chat.tool_forms import Form, call_form
+from edgespec.chat.tool_forms import ToolForm, call_form
 from edgespec.chat.tools import ToolCall, ToolParser
 from edgespec.config.options import GenerateOptions
 from edgespec.errors import CapabilityError, PromptError
@@ -165,7 +165,7 @@ class AnswerSplitter:
         self,
         vocabulary: Vocabulary,
         reasoning: Reasoning | None = None,
-        form: Form | None = None,
+        form: ToolForm | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._vocabulary = vocabulary

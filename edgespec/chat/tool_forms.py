@@ -36,7 +36,7 @@ _SLOTS = {
 
 
 @dataclass(frozen=True)
-class Form:
+class ToolForm:
     """How a model writes calls: a `head` with the name, the arguments, a `tail`.
 
     The arguments are a JSON object, or stand one after another, each between `argument` and `closed`, texts without
@@ -118,7 +118,7 @@ class Form:
         return end
 
     @cached_property
-    def forced(self) -> Form:
+    def forced(self) -> ToolForm:
         """The form in which calls are forced: where arguments stand one by one, JSON between the same marks, which is
         read as well, and which a schema describes whole.
         """
@@ -156,17 +156,17 @@ def _patterns(spec: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     return re.compile("".join(parts)), re.compile(begun)
 
 
-def _objects(name: str, told_by: tuple[str, ...], opening: str, closing: str) -> Form:
+def _objects(name: str, told_by: tuple[str, ...], opening: str, closing: str) -> ToolForm:
     """A list of JSON objects between two marks."""
-    return Form(
+    return ToolForm(
         name, told_by, _OBJECT, _OBJECT_END, (opening,), (closing or "]",),
         around=(f"{opening}[", f"]{closing}"), between=", ",
     )  # fmt: skip
 
 
-def _xml(name: str, open_mark: str, close_mark: str, argument: str, closed: str) -> Form:
+def _xml(name: str, open_mark: str, close_mark: str, argument: str, closed: str) -> ToolForm:
     """Calls of `<function=NAME>`, with `<parameter=KEY>` for each argument."""
-    return Form(
+    return ToolForm(
         name, (open_mark, "<function=", "<parameter="), f"{open_mark}\n<function={{name}}>\n",
         f"</function>\n{close_mark}", (open_mark, "<function="), (close_mark, "</function>"), ("<function={name}>",),
         between="\n", argument=argument, closed=closed,
@@ -178,41 +178,41 @@ _PHI_TOOLS, _PHI_OPEN, _PHI_CLOSE = ("<|tool|>", "<|/tool|>"), "<|tool_call|>", 
 _DEEPSEEK_PARTS = ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
 _BEGIN, _ONE, _SEP, _ONE_END, _END = (f"<\uff5ctool▁{part}\uff5c>" for part in _DEEPSEEK_PARTS)
 
-_LLAMA_FORM = Form(
+_LLAMA_FORM = ToolForm(
     "llama", ("ipython",), _OBJECT.replace("arguments", "parameters"), "}", (_LLAMA,), takes_several=False, bare="any"
 )
 
 # The first of which a template holds all marks is its form; the plain ones only where no mark of an unknown one is.
 FORMS = (
-    Form(
+    ToolForm(
         "channels", (CHANNEL, MESSAGE, "functions."), CALL_HEADER, "",
         (CALL_OPENING,), (CALL,), (f"{{name}} <|constrain|> json {MESSAGE}", f"{{name}} {MESSAGE}"),
         takes_several=False, before_answer=ANSWER_HEADER, other_marks=CHANNELS.names,
     ),
     _xml("seed", "<seed:tool_call>", "</seed:tool_call>", "<parameter={key}>", "</parameter>\n"),
     _xml("qwen_xml", OPEN, CLOSE, "<parameter={key}>\n", "\n</parameter>\n"),
-    Form(
+    ToolForm(
         "glm", (OPEN, "<arg_key>", "<arg_value>"), f"{OPEN}{{name}}\n", CLOSE, (OPEN,), (CLOSE,), ("{name}",),
         between="\n", argument="<arg_key>{key}</arg_key>\n<arg_value>", closed="</arg_value>\n",
     ),
-    Form(
+    ToolForm(
         "gemma", ("<|tool_call>", "call:"), "<|tool_call>call:{name}{", "}<tool_call|>",
         ("<|tool_call>", "call:"), ("<tool_call|>",), ("call:{name}", ":call:{name}"), argument="{key}:",
         between_arguments=",", quote='<|"|>',
     ),
-    Form(
+    ToolForm(
         "lfm", ("List of tools: ", "<|im_start|>"), "{name}(", ")", ("<|tool_call_start|>",), ("<|tool_call_end|>",),
         ("{name} (",), ("<|tool_call_start|>[", "]<|tool_call_end|>"), ", ", "{key}=", between_arguments=", ",
     ),
     replace(_objects("granite", (_PHI_OPEN, "available_tools"), _PHI_OPEN, ""), opens=(_PHI_OPEN, OPEN)),
-    Form(
+    ToolForm(
         "deepseek", (_SEP,), f"{_ONE}{{name}}{_SEP}", _ONE_END, (_BEGIN, _ONE), (_ONE_END, _END),
         heads=(f"function {_SEP} {{name}} ```json", f"{{name}} {_SEP}"), around=(_BEGIN, _END),
     ),
 )  # fmt: skip
 PLAIN_FORMS = (
-    Form("hermes", (OPEN,), f"{OPEN}\n{_OBJECT}", f"}}\n{CLOSE}", (OPEN,), (CLOSE,), between="\n", bare="known"),
-    Form(
+    ToolForm("hermes", (OPEN,), f"{OPEN}\n{_OBJECT}", f"}}\n{CLOSE}", (OPEN,), (CLOSE,), between="\n", bare="known"),
+    ToolForm(
         "mistral_named", (_MISTRAL, _ARGS), f"{_MISTRAL}{{name}}{_ARGS}", "", (_MISTRAL,),
         heads=("{name} [ARGS]", "{name} [CALL_ID] {id} [ARGS]", "{name}"),
     ),
@@ -223,7 +223,7 @@ PLAIN_FORMS = (
 )  # fmt: skip
 
 
-def call_form(template: str | None) -> Form | None:
+def call_form(template: str | None) -> ToolForm | None:
     """The form of a model's chat template; None if it renders neither tools nor calls, or these in an unknown form."""
     source = template or ""
     if "tools" not in source and "tool_calls" not in source:

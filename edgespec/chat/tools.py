@@ -19,7 +19,7 @@ from edgespec.chat.arguments import ValueReader, as_json, as_typed, behind_blank
 from edgespec.chat.marks import begun
 
 if TYPE_CHECKING:
-    from edgespec.chat.tool_forms import Form
+    from edgespec.chat.tool_forms import ToolForm
 
 _HEAD = 300  # letters in which a text shows whether it is a call, so that other text is not held back for long
 _BARE = re.compile(r"\s*(```(?:json)?)?\s*(?=\{)")
@@ -62,7 +62,7 @@ class ToolParser:
     its type. Between calls there may be blanks and marks, also such as are missing elsewhere.
     """
 
-    def __init__(self, form: Form, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, form: ToolForm, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         functions = [tool.get("function") or {} for tool in tools]
         self.form, self.tools = form, tools
         self.is_over = False

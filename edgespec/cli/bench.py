@@ -16,7 +16,7 @@ import click
 
 from edgespec.bench.prompts import built_in, choose, encode, random_text, read_prompts
 from edgespec.bench.report import Report, Side, Summary, check_picture, describe, picture, report_of, shown, table_lines
-from edgespec.bench.runner import Divergence, Task, Trial, first_divergence, run_trials, tasks_of
+from edgespec.bench.runner import BenchTrial, Divergence, Task, first_divergence, run_trials, tasks_of
 from edgespec.bench.sweep import PLAIN, Sweep, costs_of, explain_json, explain_lines, sweep_json, sweep_lines
 from edgespec.cli import FilePath
 from edgespec.cli.main import INTERRUPTED
@@ -85,7 +85,7 @@ def command(
 
 
 def _bench(session: Session, tasks: list[Task], explain: bool, as_json: bool, plot: Path | None) -> int:
-    model, trials = session.model, list[Trial]()
+    model, trials = session.model, list[BenchTrial]()
     with stops(model.cancel) as interruption:
         for trial in run_trials(model, session.options, tasks, interruption.is_set):
             trials.append(trial)
@@ -138,7 +138,7 @@ def _print(report: Report, lines: Iterable[str], explained: tuple[Model, Side, S
         click.echo(line)
 
 
-def _trial_line(trial: Trial) -> str:
+def _trial_line(trial: BenchTrial) -> str:
     """A finished trial: domain, the beginning of the prompt, tokens per second plain and with speculation."""
     prompt = trial.task.prompt
     text = " ".join(prompt.text.split())
@@ -152,7 +152,7 @@ def _trial_line(trial: Trial) -> str:
 
 VERIFIED_TOKENS = 64
 DRAFT_LENGTH = 4
-Compared = list[tuple[Trial, Divergence | None]]
+Compared = list[tuple[BenchTrial, Divergence | None]]
 
 
 @click.command("verify", cls=SettingsCommand)
@@ -188,7 +188,7 @@ def verify(model_name: str | None, config_file: Path | None, as_json: bool, **gi
     return int(not report["identical"])
 
 
-def _compared_line(model: Model, trial: Trial, divergence: Divergence | None) -> str:
+def _compared_line(model: Model, trial: BenchTrial, divergence: Divergence | None) -> str:
     stats, said = trial.speculative.stats, "identical"
     if divergence is not None:
         name = model.target.vocabulary.token_name

@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from edgespec.bench.report import Report, Summary, check_picture, equality, picture, report_of
-from edgespec.bench.runner import Task, Trial, run_trials
+from edgespec.bench.runner import BenchTrial, Task, run_trials
 from edgespec.bench.sweep import costs_of, reasons
 from edgespec.cli import FilePath, printable
 from edgespec.cli.main import FAILED, INTERRUPTED
@@ -112,7 +112,7 @@ def _race(session: Session, task: Task, path: Path | None) -> int:
     return FAILED if differs else 0
 
 
-def result_lines(session: Session, trial: Trial, report: Report) -> Iterator[str]:
+def result_lines(session: Session, trial: BenchTrial, report: Report) -> Iterator[str]:
     """Which side was faster, whether the texts are the same, and why; the first line is the result."""
     plain, drafted = (side.stats.tokens_per_second for side in (trial.standard, trial.speculative))
     summary = Summary([trial])

@@ -117,12 +117,12 @@ def served_models(settings: Sequence[Settings], options: ServeOptions) -> list[S
     """
     from edgespec.server.metrics import Metrics
     from edgespec.server.residence import Places, SharedMemory
-    from edgespec.server.service import Limits, Service
+    from edgespec.server.service import RequestLimits, Service
 
     loading = [LoadOptions(**each.part("load")) for each in settings]
     read_template(loading[0].chat_template_file)
     pairs = [resolve_pair(each) for each in loading]
-    limits = Limits(max_queued=options.max_queue, timeout_s=options.timeout)
+    limits = RequestLimits(max_queued=options.max_queue, timeout_s=options.timeout)
     names = _names([each.model for each in loading], pairs, options.alias)
     metrics, places, idle_s = Metrics(), Places(options.models_max), options.idle_unload_s
     memory = SharedMemory(Room.now(loading[0].memory)) if len(pairs) > 1 and options.models_max > 1 else None

@@ -56,7 +56,7 @@ class Started(NamedTuple):
 
 
 @dataclass(slots=True)
-class Trial:
+class ThreadTrial:
     """A trial of numbers of threads. `first`: the step before it; `back`: the best step so far, with its `lateness`."""
 
     first: int
@@ -80,7 +80,7 @@ class ThreadControl:
         self.steps = list(steps)
         self._use, self._clock = use, clock
         self._at = 0  # index into `steps`
-        self._trial: Trial | None = None
+        self._trial: ThreadTrial | None = None
         self._settling = False  # the next pass is the first with this number of threads: it starts or stops some
         self._usual: dict[int, float] = {}  # logarithm of a pass's seconds by rows, with all threads and cores
         self._level = 0.0  # mean lateness lately: logarithm of a pass's time over the usual one
@@ -137,7 +137,7 @@ class ThreadControl:
         return is_contended
 
     def _try(self, step: int) -> None:
-        self._trial = Trial(self._at, self._level, step < self._at, self._at)
+        self._trial = ThreadTrial(self._at, self._level, step < self._at, self._at)
         self._switch(step)
 
     def _switch(self, step: int) -> None:
@@ -145,7 +145,7 @@ class ThreadControl:
         self._recent_s, self._lacking_s = _LACKING_PRIOR_S, 0.0
         self._use(self.steps[step])
 
-    def _compare(self, trial: Trial, late: float, seconds: float) -> None:
+    def _compare(self, trial: ThreadTrial, late: float, seconds: float) -> None:
         trial.seen.append(_clipped(late))
         trial.lost_s += seconds * (1.0 - math.exp(min(trial.lateness - late, 0.0)))
         is_contended = self.lacking > c.CONTENDED / 2  # a few passes tell no more
@@ -162,7 +162,7 @@ class ThreadControl:
         else:  # kept even if it gains next to nothing, and yet more are tried
             self._level, self._next_s = mean, self._last_s
 
-    def _compared_downward(self, trial: Trial, mean: float) -> None:
+    def _compared_downward(self, trial: ThreadTrial, mean: float) -> None:
         """Continue with fewer until they are no better; if none was better, down to one: many cores may be busy."""
         if is_better := mean < trial.lateness - c.BETTER:
             trial.back, trial.lateness = self._at, mean

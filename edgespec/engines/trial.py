@@ -25,7 +25,7 @@ PROBE_VERSION = 4  # increase it when the trial finds more faults, so that files
 ALLOWED_S = 300.0  # for each model
 
 
-class Trial(Closing):
+class FileTrial(Closing):
     """The check of models before they are loaded: reads the headers at once, and starts a child that loads the models.
 
     `is_trusted`, by path: the checksums of all files are known, so that only the header is read. Models that pass are

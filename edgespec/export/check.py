@@ -58,7 +58,7 @@ class ExportRefused(EdgespecError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class AllowedDifference:
     """Allowed differences; `max_kl` in nats."""
 
     min_agreement: float
@@ -66,17 +66,17 @@ class Limits:
 
 
 _LIMITS = {
-    ("f32", "fp32"): Limits(0.99, 1e-4),
-    ("f16", "bf16"): Limits(0.98, 0.001),
-    ("q8_0", "int8"): Limits(0.97, 0.005),
-    ("q6_k",): Limits(0.95, 0.02),
-    ("q5",): Limits(0.85, 0.1),
-    ("q4", "iq4", "int4"): Limits(0.60, 0.4),
+    ("f32", "fp32"): AllowedDifference(0.99, 1e-4),
+    ("f16", "bf16"): AllowedDifference(0.98, 0.001),
+    ("q8_0", "int8"): AllowedDifference(0.97, 0.005),
+    ("q6_k",): AllowedDifference(0.95, 0.02),
+    ("q5",): AllowedDifference(0.85, 0.1),
+    ("q4", "iq4", "int4"): AllowedDifference(0.60, 0.4),
 }
-ABSURD = Limits(0.40, 1.5)  # and what types below 4 bits may lose
+ABSURD = AllowedDifference(0.40, 1.5)  # and what types below 4 bits may lose
 
 
-def limits_of(*quants: str) -> Limits:
+def limits_of(*quants: str) -> AllowedDifference:
     """The widest limits of some quantisations."""
     found = (next((limits for begins, limits in _LIMITS.items() if each.startswith(begins)), ABSURD) for each in quants)
     return max(found, key=lambda limits: limits.max_kl)
@@ -94,7 +94,7 @@ class Comparison:
         """By name, in four digits."""
         return {key: float(f"{value:.4g}") for key, value in asdict(self).items()}
 
-    def complaint(self, limits: Limits) -> str:
+    def complaint(self, limits: AllowedDifference) -> str:
         """The exceeded limits as text; empty if there are none."""
         wrong = []
         # `not a <= b` rather than `a > b`, so that NaN fails
@@ -106,7 +106,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ReferenceLogits:
     """Token ids [n] of the probe texts, and the float32 logits [n, vocabulary] that are right for them."""
 
     token_ids: NDArray[np.int32]
@@ -114,7 +114,7 @@ class Reference:
     version: str
 
 
-def compare(reference: Reference, engine: Engine) -> Comparison:
+def compare(reference: ReferenceLogits, engine: Engine) -> Comparison:
     """Compare an open engine with the reference."""
     return compare_logits(reference.logits, _logits_of(engine, reference.token_ids))
 
@@ -168,10 +168,10 @@ def _logits_of(engine: Engine, token_ids: NDArray[np.int32]) -> NDArray[np.float
 # the references
 
 
-def engine_reference(engine: Engine, name: str) -> Reference:
+def engine_reference(engine: Engine, name: str) -> ReferenceLogits:
     """What an open engine makes of the probe texts."""
     ids = _joined((engine.vocabulary.encode(text) for text in PROBE_TEXTS.values()), engine.facts.context_length)
-    return Reference(ids, _logits_of(engine, ids), name)
+    return ReferenceLogits(ids, _logits_of(engine, ids), name)
 
 
 def require_packages(formats: tuple[Format, ...], *, torch: bool) -> None:
@@ -194,7 +194,7 @@ def has_transformers() -> bool:
     return all(find_spec(name) is not None for name in ("torch", "transformers"))
 
 
-def reference_of(folder: Path, threads: int | None = None) -> Reference:
+def reference_of(folder: Path, threads: int | None = None) -> ReferenceLogits:
     """Run transformers in float32 on the probe texts. Raises ModelFileError if it cannot load the folder."""
     import torch
     import transformers
@@ -216,7 +216,7 @@ def reference_of(folder: Path, threads: int | None = None) -> Reference:
         logits = model(torch.from_numpy(ids[None].astype(np.int64))).logits[0].float().numpy().copy()
     del model
     gc.collect()
-    return Reference(ids, logits, f"transformers {transformers.__version__}")
+    return ReferenceLogits(ids, logits, f"transformers {transformers.__version__}")
 
 
 def _joined(texts: Iterable[list[int]], longest: int) -> NDArray[np.int32]:

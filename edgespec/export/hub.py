@@ -30,7 +30,7 @@ _HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CheckpointSource:
     """A model in Hugging Face format. `folder` contains the small files; the weights only after `fetch`.
 
     `weights`: size in bytes by file name; `missing`: those not fetched yet; `note`: a remark for the user about where
@@ -50,7 +50,7 @@ class Source:
             self._fetch(self.missing)
 
 
-def find_source(text: str, revision: str | None = None) -> Source:
+def find_source(text: str, revision: str | None = None) -> CheckpointSource:
     """The model that `text` names: a folder if it exists, else a hub id at `revision`.
 
     Raises ModelNotFound (no folder, unknown id, or hub not reachable and no cached copy) and ModelFileError (no
@@ -59,7 +59,7 @@ def find_source(text: str, revision: str | None = None) -> Source:
     return source_here(text, revision) or hub_source(text, revision or "main")
 
 
-def source_here(text: str, revision: str | None = None) -> Source | None:
+def source_here(text: str, revision: str | None = None) -> CheckpointSource | None:
     """The model in the folder `text`; None for a hub id. Raises ModelNotFound, ModelFileError as `find_source`."""
     path = Path(text).expanduser()
     if path.is_dir():
@@ -75,13 +75,13 @@ def source_here(text: str, revision: str | None = None) -> Source | None:
     return None
 
 
-def local_source(folder: Path) -> Source:
+def local_source(folder: Path) -> CheckpointSource:
     """A local folder. Raises ModelFileError if it has no safetensors weights."""
     folder = folder.resolve()
-    return Source(folder.name, folder, _sizes(folder))
+    return CheckpointSource(folder.name, folder, _sizes(folder))
 
 
-def hub_source(hub_id: str, revision: str) -> Source:
+def hub_source(hub_id: str, revision: str) -> CheckpointSource:
     """A model of the hub: fetches its small files, or uses the cached copy if the hub is not reachable."""
     try:
         found = describe(hub_id, revision)
@@ -100,10 +100,10 @@ def hub_source(hub_id: str, revision: str) -> Source:
 
     folder = fetch(sorted(matching(list(sizes), SMALL_FILES)))
     missing = {name: size for name, size in weights.items() if not (folder / name).is_file()}
-    return Source(hub_id.rpartition("/")[2], folder, weights, missing, "", fetch)
+    return CheckpointSource(hub_id.rpartition("/")[2], folder, weights, missing, "", fetch)
 
 
-def _cached_source(hub_id: str, revision: str, error: Exception) -> Source:
+def _cached_source(hub_id: str, revision: str, error: Exception) -> CheckpointSource:
     """The cached copy of a model, used because of `error`. Raises ModelNotFound if there is none."""
     hub = library()
     try:
@@ -115,7 +115,7 @@ def _cached_source(hub_id: str, revision: str, error: Exception) -> Source:
             f"{error}. {hub.constants.HF_HUB_CACHE} {lacks}: fetch it once where there is a network (hf download "
             f"{hub_id}), copy that cache here, or give a local folder"
         ) from error
-    return Source(hub_id.rpartition("/")[2], folder, local, note=f"using the cached copy {folder}: {error}")
+    return CheckpointSource(hub_id.rpartition("/")[2], folder, local, note=f"using the cached copy {folder}: {error}")
 
 
 def _sizes(folder: Path) -> dict[str, int]:

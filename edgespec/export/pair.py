@@ -42,7 +42,7 @@ from edgespec.export.check import (
     reference_of,
     require_packages,
 )
-from edgespec.export.hub import Source, find_source, source_here
+from edgespec.export.hub import CheckpointSource, find_source, source_here
 from edgespec.export.request import ENGINES, STRAIGHT_GGUF, ExportRequest, Format
 from edgespec.export.source import SourceModel, Weights, check_room, disk_bytes, memory_bytes, of_folder, of_gguf
 from edgespec.formats.architectures import ARCHITECTURES
@@ -234,7 +234,7 @@ def _checkpoint(request: ExportRequest, role: str, given: str, reporter: Reporte
     return found
 
 
-def _check_architecture(request: ExportRequest, source: Source) -> None:
+def _check_architecture(request: ExportRequest, source: CheckpointSource) -> None:
     from edgespec.export.gguf.convert import check_checkpoint
 
     kind = named_architecture(full_config(source.folder))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from edgespec.config.values import as_size
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
 from edgespec.export.check import CHECK_CONTEXT, has_transformers, token_names
-from edgespec.export.hub import Source, card_licence, recommended_sampling
+from edgespec.export.hub import CheckpointSource, card_licence, recommended_sampling
 from edgespec.export.request import TILED, ExportRequest, Format
 from edgespec.formats.architectures import ARCHITECTURES, LLAMA
 from edgespec.formats.checkpoint import Checkpoint, named_architecture, read_json
@@ -64,7 +64,7 @@ class SourceModel:
     token_names: list[str]
     said: Mapping[str, Any]
     weights: Weights | None = None
-    checkpoint: Source | None = None
+    checkpoint: CheckpointSource | None = None
 
     @property
     def missing(self) -> Mapping[str, int]:
@@ -114,7 +114,7 @@ def _kind_of(header: GgufHeader) -> str:
     return sizes.most_common(1)[0][0]
 
 
-def of_folder(source: Source) -> SourceModel:
+def of_folder(source: CheckpointSource) -> SourceModel:
     """Exact if its weights are fetched, else estimated from the sizes of files.
 
     Raises ModelFileError for a config.json or tokenizer that cannot be read, or a damaged safetensors file.

@@ -124,7 +124,7 @@ _RESERVED = re.compile(r"(con|prn|aux|nul|(com|lpt)\d)(\..*)?", re.IGNORECASE)  
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ModelReference:
     """A model to get: a catalogue `entry`, or a `repo` of the hub; `wanted` is a quantisation or file name or empty."""
 
     entry: Entry | None
@@ -141,19 +141,19 @@ class Reference:
         return f"{base}-{suffix}" if suffix else base
 
 
-def parse(text: str) -> Reference:
+def parse(text: str) -> ModelReference:
     """What `text` names. Raises ModelNotFound, with the nearest known name."""
     if "://" in text:
         return _from_address(text)
     text = without_hub(text)
     base, _, wanted = text.partition(":")
     if (entry := entries().get(base.lower())) is not None:
-        return Reference(entry, entry.repo, wanted)
+        return ModelReference(entry, entry.repo, wanted)
     if REPO.fullmatch(base):
-        return Reference(None, base, wanted)
+        return ModelReference(None, base, wanted)
     tag = _OLLAMAS.fullmatch(text)
     if tag is not None and (called := entry_called(tag[1])) is not None:
-        return Reference(called, called.repo, tag[2] or "")
+        return ModelReference(called, called.repo, tag[2] or "")
     near = difflib.get_close_matches(base.lower(), entries(), 3)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ModelNotFound(
@@ -188,7 +188,7 @@ def check_name(name: str) -> str:
     return name
 
 
-def _from_address(text: str) -> Reference:
+def _from_address(text: str) -> ModelReference:
     found = _ADDRESS.fullmatch(unquote(text.partition("?")[0]))
     if found is None or found[1] not in (*_HUBS, urlsplit(endpoint()).netloc) or not REPO.fullmatch(found[2]):
         raise ModelNotFound(
@@ -196,4 +196,4 @@ def _from_address(text: str) -> Reference:
             "https://huggingface.co/Qwen/Qwen3-8B-GGUF, or fetch a file yourself, then edgespec add FILE"
         )
     revision = found[3] or ""
-    return Reference(None, found[2], found[4] or "", "" if revision == "main" else revision)
+    return ModelReference(None, found[2], found[4] or "", "" if revision == "main" else revision)

@@ -148,7 +148,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class HubModel:
     """What to fetch of a repository; `others`: quantisations that it has too."""
 
     target: Group
@@ -156,7 +156,7 @@ class Choice:
     others: tuple[str, ...]
 
 
-def choose(repo: str, files: Mapping[str, HubFile], wanted: str = "") -> Choice:
+def choose(repo: str, files: Mapping[str, HubFile], wanted: str = "") -> HubModel:
     """The model of a repository. `wanted`: a quantisation, or the name of a file; empty: the usual one.
 
     Raises ModelNotFound, listing what there is, where `wanted` is not there or nothing can be run.
@@ -166,7 +166,7 @@ def choose(repo: str, files: Mapping[str, HubFile], wanted: str = "") -> Choice:
         raise _nothing_to_run(repo, files)
     by_file = [group for group in groups if wanted in (group.files[0].path, group.files[0].path.rpartition("/")[2])]
     if by_file:
-        return Choice(by_file[0], None, ())
+        return HubModel(by_file[0], None, ())
     targets = [group for group in groups if not group.is_draft] or groups
     drafts = [group for group in groups if group.is_draft and group not in targets]
     if len({group.model for group in targets}) > 1:
@@ -174,7 +174,7 @@ def choose(repo: str, files: Mapping[str, HubFile], wanted: str = "") -> Choice:
         raise ModelNotFound(f"{repo} holds several models: name a file, as in {repo}:FILE. It has {names}")
     target = _pick(repo, targets, wanted)
     others = tuple(group.quant for group in targets if group.quant != target.quant)
-    return Choice(target, _best_draft(drafts, target), others)
+    return HubModel(target, _best_draft(drafts, target), others)
 
 
 def _pick(repo: str, groups: Sequence[Group], wanted: str) -> Group:

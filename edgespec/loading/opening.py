@@ -31,7 +31,7 @@ from edgespec.drafters.model import EarlyExitDrafter, ModelDrafter
 from edgespec.drafters.spec import HEAD_FILES
 from edgespec.engines.base import Engine
 from edgespec.engines.model_use import WINDOW, ModelUse
-from edgespec.engines.trial import Trial
+from edgespec.engines.trial import FileTrial
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, UsageError
 from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files, require_language_model
 from edgespec.formats.gguf.header import read_header
@@ -45,17 +45,17 @@ from edgespec.types import Batch
 from edgespec.vocabulary import check_same_vocabulary
 
 
-def start_trial(options: LoadOptions, pair: ModelPair) -> Trial:
+def start_trial(options: LoadOptions, pair: ModelPair) -> FileTrial:
     """Check the headers of the models to open, and start to try those of unknown contents in a child process.
 
     Raises ModelNotFound, ModelFileError, and CapabilityError when the pair lacks what the options need.
     """
     models = [pair.files[role] for role in Chosen.of(options, pair).roles]
     models = [each for each in models if not (each.is_gguf and each.engine == "onnx")]  # read by nobody but us
-    return Trial({model.path: all(file.sha256 for file in model.all_files) for model in models})
+    return FileTrial({model.path: all(file.sha256 for file in model.all_files) for model in models})
 
 
-def open_models(options: LoadOptions, pair: ModelPair, trial: Trial) -> tuple[Engine, dict[DrafterName, Drafter]]:
+def open_models(options: LoadOptions, pair: ModelPair, trial: FileTrial) -> tuple[Engine, dict[DrafterName, Drafter]]:
     """The target of `pair`, loaded, and the drafters that own a model. `trial`: of its models, from `start_trial`.
 
     Raises ModelNotFound, ModelFileError, VocabularyMismatch (naming the first token that differs), CapabilityError when

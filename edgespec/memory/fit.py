@@ -28,7 +28,7 @@ from edgespec.formats.gguf.check import main_layers
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.loading.requirements import without_drafts
-from edgespec.memory.plan import BUDGET, Fit, Plan, Room, Verdict, planned
+from edgespec.memory.plan import BUDGET, Fit, FitVerdict, Plan, Room, planned
 
 COMFORTABLE_CONTEXT, LEAST_CONTEXT = 2048, 512
 MOST_SEQUENCES = 4  # that nobody asked for
@@ -62,7 +62,7 @@ class Fitted:
     options: LoadOptions
     pair: ModelPair
     plan: Plan
-    verdict: Verdict
+    verdict: FitVerdict
     given_up: tuple[GivenUp, ...] = ()
 
     @property

@@ -41,7 +41,7 @@ _HEAD_CONTEXT = 2048  # pairs of an EAGLE head
 _OPENING = 9.0  # the same while they are opened: in float32, as they are kept, and copies; measured on SmolLM2's
 
 
-class Part(NamedTuple):
+class PlanRow(NamedTuple):
     """One line of a plan. `own`: memory that the system cannot drop; `mapped`: pages of files that it can."""
 
     name: str
@@ -49,16 +49,16 @@ class Part(NamedTuple):
     mapped: int = 0
 
 
-def _parts(role: str, need: Footprint) -> list[Part]:
+def _parts(role: str, need: Footprint) -> list[PlanRow]:
     texts = f" for each of {need.sequences} answers" if need.sequences > 1 else ""
     found = (
-        Part(f"{role}: weights in their file", 0, need.mapped - need.read_once),
-        Part(f"{role}: weights read once from their file", 0, need.read_once),
-        Part(f"{role}: weights copied for the processor", need.packed),
-        Part(f"{role}: KV cache, {need.context_length} tokens{texts}, {need.cache_type}", need.cache),
-        Part(f"{role}: results of a pass", need.compute),
-        Part(f"{role}: logits", need.logits),
-        Part(f"{role}: vocabulary", need.vocabulary),
+        PlanRow(f"{role}: weights in their file", 0, need.mapped - need.read_once),
+        PlanRow(f"{role}: weights read once from their file", 0, need.read_once),
+        PlanRow(f"{role}: weights copied for the processor", need.packed),
+        PlanRow(f"{role}: KV cache, {need.context_length} tokens{texts}, {need.cache_type}", need.cache),
+        PlanRow(f"{role}: results of a pass", need.compute),
+        PlanRow(f"{role}: logits", need.logits),
+        PlanRow(f"{role}: vocabulary", need.vocabulary),
     )
     return [part for part in found if part.own or part.mapped]
 
@@ -76,16 +76,16 @@ class Plan:
     models: Mapping[str, Footprint]
     tables: int
     heads: int
-    process: Part
+    process: PlanRow
     threads: int
     device: str | None = None
     shares_device: bool = False
     heads_opening: int = 0
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[PlanRow]:
         rows = [part for role, need in self.models.items() for part in _parts(role, need)]
-        rest = (Part("drafters' tables", self.tables), Part("heads", self.heads), self.process)
+        rest = (PlanRow("drafters' tables", self.tables), PlanRow("heads", self.heads), self.process)
         return [*rows, *(part for part in rest if part.own or part.mapped)]
 
     @property
@@ -250,13 +250,13 @@ def _threads(options: LoadOptions, engines: set[str], models: int) -> int:
     return 1 + helpers * (models if "onnx" in engines else 1)
 
 
-def _process(engines: set[str]) -> Part:
+def _process(engines: set[str]) -> PlanRow:
     from edgespec.engines.llamacpp.library import has_cuda
 
     sizes = [_PYTHON, (_CHILD, 0), *(_LIBRARIES[engine] for engine in engines)]
     if "llamacpp" in engines and has_cuda():
         sizes.append((_CUDA, 0))
-    return Part("Python and libraries", sum(own for own, _ in sizes), sum(mapped for _, mapped in sizes))
+    return PlanRow("Python and libraries", sum(own for own, _ in sizes), sum(mapped for _, mapped in sizes))
 
 
 Fit = Literal["fits", "pages", "refused"]
@@ -265,7 +265,7 @@ _ORDER: tuple[Fit, ...] = ("fits", "pages", "refused")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class FitVerdict:
     """`needed_bytes` against `free_bytes` under the limit `name`, the tightest one."""
 
     fit: Fit
@@ -312,15 +312,15 @@ class Room:
             return None
         return self.own - min(self.own, plan.process.own) + self.budget_bytes
 
-    def verdict(self, plan: Plan) -> Verdict:
+    def verdict(self, plan: Plan) -> FitVerdict:
         """The worst over all limits; of equals the tightest."""
         found = [self._under(limit, plan) for limit in self.limits]
         if self.budget_bytes is not None:
             found.append(_judged(plan.own_bytes, plan.working_bytes, self.budget_bytes, self.budget_bytes, BUDGET))
-        unknown = Verdict("fits", plan.working_bytes, plan.working_bytes, "no known limit")
+        unknown = FitVerdict("fits", plan.working_bytes, plan.working_bytes, "no known limit")
         return max(found, key=lambda v: (_ORDER.index(v.fit), v.needed_bytes - v.free_bytes), default=unknown)
 
-    def _under(self, limit: Limit, plan: Plan) -> Verdict:
+    def _under(self, limit: Limit, plan: Plan) -> FitVerdict:
         # What Python and the libraries take already was taken from what is left.
         own = plan.own_bytes - min(self.own, plan.process.own)
         if limit.kind == "memory":
@@ -332,8 +332,8 @@ class Room:
         return _judged(needed, needed, limit.free_bytes, limit.free_bytes, limit.name)
 
 
-def _judged(hard: int, soft: int, most: int, fast: int, name: str) -> Verdict:
+def _judged(hard: int, soft: int, most: int, fast: int, name: str) -> FitVerdict:
     """Refused if `hard` bytes exceed `most`; pages if `soft`, which includes mapped files, exceed `fast`."""
     if hard > most:
-        return Verdict("refused", hard, most, name)
-    return Verdict("pages" if soft > fast else "fits", soft, fast, name)
+        return FitVerdict("refused", hard, most, name)
+    return FitVerdict("pages" if soft > fast else "fits", soft, fast, name)

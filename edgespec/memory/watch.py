@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgespec.config.values import DrafterName, as_size
 from edgespec.memory.fit import Fitted, GivenUp
-from edgespec.memory.plan import Plan, Room, Verdict
+from edgespec.memory.plan import FitVerdict, Plan, Room
 from edgespec.platform.machine import peak_rss_bytes
 from edgespec.platform.memory import MemoryWatch, own_bytes, return_freed_memory
 
@@ -63,7 +63,7 @@ class MemoryReport:
     """
 
     plan: Plan
-    verdict: Verdict
+    verdict: FitVerdict
     given_up: tuple[GivenUp, ...]
     watch: MemoryWatch
     parked_bytes: int

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from edgespec.chat.arguments import dumped
 from edgespec.chat.marks import ChannelSplitter
 from edgespec.chat.reasoning import AnswerSplitter, Reasoning
-from edgespec.chat.tool_forms import Form
+from edgespec.chat.tool_forms import ToolForm
 from edgespec.chat.tools import ToolCall
 from edgespec.drafters.predicted import PREDICTION
 from edgespec.reports import PromptProgress, Stats, TokenEvent
@@ -66,7 +66,7 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class Part:
+class AnswerPart:
     """One part of an answer. `tokens`: those that its text is made of, marks of reasoning included, with log
     probabilities only. `is_last`: it was open at the end.
     """
@@ -86,7 +86,7 @@ class Delta:
     read, for jobs that tell it, in a delta of its own before all others.
     """
 
-    part: Part
+    part: AnswerPart
     text: str = ""
     tokens: list[TokenEvent] = field(default_factory=list)
     shares: list[tuple[str, str | None]] = field(default_factory=list)
@@ -97,13 +97,13 @@ class Event(NamedTuple):
     """What becomes of a part: it begins, grows by `text`, ends."""
 
     what: Literal["begins", "grows", "ends"]
-    part: Part
+    part: AnswerPart
     text: str = ""
 
 
 async def events(answer: Answer) -> AsyncIterator[Event]:
     """The answer as its parts come, of which one is open at a time. An empty answer has one empty text."""
-    opened: Part | None = None
+    opened: AnswerPart | None = None
     async for delta in answer.deltas():
         part = delta.part
         if not delta.text and part.call is None:
@@ -118,7 +118,7 @@ async def events(answer: Answer) -> AsyncIterator[Event]:
         opened.is_last = opened.call is None
         yield Event("ends", opened)
     if not (answer.text.strip() or answer.calls or (opened is not None and opened.kind == "text")):
-        empty = Part("text", is_last=True)
+        empty = AnswerPart("text", is_last=True)
         for what in ("begins", "grows", "ends"):
             yield Event(what, empty)
 
@@ -131,7 +131,7 @@ class Answer:
 
     def __init__(self, ticket: Ticket, vocabulary: Vocabulary, splitter: AnswerSplitter, *, parallel: bool) -> None:
         self.ticket = ticket
-        self.parts: list[Part] = []
+        self.parts: list[AnswerPart] = []
         self.num_predicted = 0  # tokens that were taken from the request's `prediction`
         self._vocabulary, self._splitter, self._parallel = vocabulary, splitter, parallel
         self._num_before, self._has_reasoned = 0, False  # tokens before the answer began
@@ -234,11 +234,11 @@ class Answer:
         return next((stop for stop in stops if rest.startswith(stop)), None)
 
     @property
-    def shown_parts(self) -> list[Part]:
+    def shown_parts(self) -> list[AnswerPart]:
         """What `events` has told of, for a whole answer."""
         shown = [part for part in self.parts if part.text.strip() or part.call is not None]
         if all(part.kind == "reasoning" for part in shown):
-            shown.append(Part("text", self.text))
+            shown.append(AnswerPart("text", self.text))
         shown[-1].is_last = shown[-1].call is None
         return shown
 
@@ -247,7 +247,7 @@ class Answer:
         try:
             async for events in self.ticket:
                 for progress in (event for event in events if isinstance(event, PromptProgress)):
-                    yield Delta(Part("text"), progress=progress)
+                    yield Delta(AnswerPart("text"), progress=progress)
                 tokens = [event for event in events if isinstance(event, TokenEvent)]
                 for delta in () if self._is_cut else self._joined(tokens):
                     yield delta
@@ -268,7 +268,7 @@ class Answer:
             pass
 
     def _joined(self, events: Sequence[TokenEvent]) -> list[Delta]:
-        reasoning, text, calls = Delta(Part("reasoning")), Delta(Part("text")), list[ToolCall]()
+        reasoning, text, calls = Delta(AnswerPart("reasoning")), Delta(AnswerPart("text")), list[ToolCall]()
         for event in events:
             if event.finish_reason is not None:
                 self._end = event
@@ -311,7 +311,7 @@ class Answer:
         """What was held back, at the end of the answer."""
         split = self._splitter.finish(is_cut=self._is_limited)
         reasoning, text = (
-            Delta(Part(kind), said, shares=[(said, None)])  # type: ignore[arg-type]
+            Delta(AnswerPart(kind), said, shares=[(said, None)])  # type: ignore[arg-type]
             for kind, said in (("reasoning", split.reasoning), ("text", split.text))
         )
         (text if split.text else reasoning).tokens = [token for token, _ in self._shown()]
@@ -328,7 +328,7 @@ class Answer:
             delta.part.text += delta.text
             delta.part.tokens += delta.tokens
         called = calls if self._parallel else calls[: max(0, 1 - len(self.calls))]
-        found += [Delta(Part("call", call=call)) for call in called]
+        found += [Delta(AnswerPart("call", call=call)) for call in called]
         self.parts += [delta.part for delta in found if delta.part.call is not None]
         return found
 
@@ -352,7 +352,7 @@ class Work:
     loaded: Loaded
     jobs: Sequence[Job]
     tools: Sequence[dict[str, Any]] = ()
-    form: Form | None = None
+    form: ToolForm | None = None
     parallel: bool = True
     reasoning: Reasoning | None = None
 

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from edgespec import __version__
 from edgespec.server import chat, completions, facts, messages, native, ollama, responses
 from edgespec.server.answer import Endpoint, Exchange
-from edgespec.server.chat import Chat
+from edgespec.server.chat import ChatRequest
 from edgespec.server.completions import Completion
 from edgespec.server.guard import LOCAL_ORIGINS, LOOPBACK, Guard
 from edgespec.server.http_errors import HttpError
@@ -150,7 +150,7 @@ READABLE: dict[str, tuple[str, Callable[[Services, Request], Response]]] = {
     "/api/tags": ("The served models (Ollama)", lambda services, _: json_response(facts.listed(services))),
     "/api/ps": ("Those that are loaded (Ollama)", lambda services, _: json_response(facts.running(services))),
 }
-_CHAT = Endpoint(Chat, chat.answer_chat, chat.ChatExchange)
+_CHAT = Endpoint(ChatRequest, chat.answer_chat, chat.ChatExchange)
 _NATIVE = Endpoint(NativeCompletion, native.answer_native, native.NativeExchange)
 _RESPONSES = Endpoint(ResponseRequest, responses.answer_responses, responses.ResponsesExchange)
 ENDPOINTS: dict[str, Endpoint] = {

@@ -17,7 +17,7 @@ from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.messages import Message, checked_messages, part_text, unread_kinds
 from edgespec.chat.reasoning import Reasoning, before_structure
 from edgespec.chat.template import answer_prefix, num_characters, render_chat
-from edgespec.chat.tool_forms import Form, call_form
+from edgespec.chat.tool_forms import ToolForm, call_form
 from edgespec.chat.tools import ToolCall
 from edgespec.config.values import ReasoningFormat
 from edgespec.errors import EdgespecError, shown
@@ -51,7 +51,7 @@ class Prediction(Fields):
     content: Any
 
 
-class Chat(OpenAiRequest, kw_only=True):
+class ChatRequest(OpenAiRequest, kw_only=True):
     """A request to `/v1/chat/completions`."""
 
     noted: ClassVar[Asked] = {**OpenAiRequest.noted, **VERBOSITY}
@@ -92,12 +92,12 @@ class Chat(OpenAiRequest, kw_only=True):
         return "".join(text for text in texts if text)
 
 
-def answer_chat(loaded: Loaded, chat: Chat, notes: list[str]) -> ChatExchange:
+def answer_chat(loaded: Loaded, chat: ChatRequest, notes: list[str]) -> ChatExchange:
     """Answer a conversation (OpenAI)."""
     return ChatExchange(prepare(loaded, chat, notes), chat)
 
 
-def prepare(loaded: Loaded, chat: Chat, notes: list[str]) -> Work:
+def prepare(loaded: Loaded, chat: ChatRequest, notes: list[str]) -> Work:
     """The work of a request. Blocks while it encodes. Raises HttpError and EdgespecError."""
     model, vocabulary = loaded.model, loaded.model.target.vocabulary
     require_writer(model.target.facts)
@@ -154,7 +154,7 @@ def run_by_client(tools: Sequence[Any] | None, notes: list[str]) -> Iterator[tup
             yield f"tools.{index}", tool, kind
 
 
-def _template_arguments(chat: Chat, template: str, notes: list[str]) -> dict[str, Any]:
+def _template_arguments(chat: ChatRequest, template: str, notes: list[str]) -> dict[str, Any]:
     """What the chat template is told besides: `chat_template_kwargs`, as in llama.cpp, and whether to reason."""
     asked = dict(chat.chat_template_kwargs or {})
     if chat.enable_thinking is not None:  # as some clients send it
@@ -228,7 +228,7 @@ def _shows_late_ones(template: str) -> bool:
 # -- tools
 
 
-def _read_tools(chat: Chat, template: str) -> tuple[list[dict[str, Any]], Form | None]:
+def _read_tools(chat: ChatRequest, template: str) -> tuple[list[dict[str, Any]], ToolForm | None]:
     """The tools that the model may call, and how it writes its calls; none where it must not call any."""
     if not chat.tools:
         if chat.tool_choice not in (None, "none", "auto"):

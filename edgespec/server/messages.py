@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from edgespec.chat.messages import part_text
-from edgespec.server.answer import Answer, Event, Exchange, Part, events, sse
-from edgespec.server.chat import RUNS_NONE, TEXT_ONLY, Chat, effort_of, prepare, run_by_client
+from edgespec.server.answer import Answer, AnswerPart, Event, Exchange, events, sse
+from edgespec.server.chat import RUNS_NONE, TEXT_ONLY, ChatRequest, effort_of, prepare, run_by_client
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import JsonSchema, Positive, ResponseFormat, Sampled, Speculative, StopList, Tools
 from edgespec.server.requests import Asked, Fields, sent_as
@@ -98,13 +98,13 @@ def count_tokens(loaded: Loaded, request: CountRequest, notes: list[str]) -> dic
         return {"input_tokens": len(prepare(loaded, chat, notes).jobs[0].prompt_ids)}
 
 
-def _as_chat(loaded: Loaded, request: CountRequest, notes: list[str]) -> Chat:
+def _as_chat(loaded: Loaded, request: CountRequest, notes: list[str]) -> ChatRequest:
     """The chat request for an answer that is not written. Raises HttpError."""
     choice, form = request.tool_choice, request.output_format
     if request.output_config is not None:
         form = request.output_config.format or form
     sampling = {name: getattr(request, name) for name in Sampled.__struct_fields__}
-    chat = Chat(**sampling, messages=_read_conversation(request), tools=_read_tools(request.tools, notes))
+    chat = ChatRequest(**sampling, messages=_read_conversation(request), tools=_read_tools(request.tools, notes))
     if choice is not None:
         named = {"type": "function", "function": {"name": choice.name}}
         chat.tool_choice = {"any": "required", "tool": named}.get(choice.type, choice.type)  # type: ignore[assignment]
@@ -233,7 +233,7 @@ def _written(event: Event, index: int) -> Iterator[bytes]:
 
     part, kind = event.part, "thinking" if event.part.kind == "reasoning" else "text"
     if event.what == "begins":
-        block = _block(Part(part.kind, call=part.call)) | ({} if part.call is None else {"input": {}})
+        block = _block(AnswerPart(part.kind, call=part.call)) | ({} if part.call is None else {"input": {}})
         yield _event("content_block_start", index=index, content_block=block)
     elif event.what == "grows" and part.call is not None:
         yield delta(type="input_json_delta", partial_json=event.text)
@@ -245,7 +245,7 @@ def _written(event: Event, index: int) -> Iterator[bytes]:
         yield _event("content_block_stop", index=index)
 
 
-def _block(part: Part) -> dict[str, Any]:
+def _block(part: AnswerPart) -> dict[str, Any]:
     if part.call is not None:
         return {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": part.call.input}
     if part.kind == "reasoning":  # Anthropic signs it so that it comes back unchanged; there is no such check here

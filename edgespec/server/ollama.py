@@ -98,7 +98,7 @@ def answer_chat(loaded: Loaded, request: OllamaChat, notes: list[str]) -> Exchan
     messages = [_as_openais(message) for message in request.messages]
 
     def prepared(**asked: Any) -> Work:
-        return chat.prepare(loaded, chat.Chat(**asked, messages=messages, tools=request.tools), notes)
+        return chat.prepare(loaded, chat.ChatRequest(**asked, messages=messages, tools=request.tools), notes)
 
     return _answered(loaded, request, notes, prepared if messages else None, is_chat=True)
 
@@ -115,7 +115,9 @@ def answer_generate(loaded: Loaded, request: OllamaGenerate, notes: list[str]) -
             text = completions.Completion(**asked, prompt=prompt, suffix=request.suffix)
             return completions.prepare(loaded, text)
         first = [{"role": "system", "content": request.system}] if request.system else []
-        return chat.prepare(loaded, chat.Chat(**asked, messages=[*first, {"role": "user", "content": prompt}]), notes)
+        return chat.prepare(
+            loaded, chat.ChatRequest(**asked, messages=[*first, {"role": "user", "content": prompt}]), notes
+        )
 
     return _answered(loaded, request, notes, prepared if prompt or request.suffix else None, is_chat=False)
 

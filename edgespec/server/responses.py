@@ -10,8 +10,8 @@ from msgspec import Meta
 from msgspec.structs import asdict
 
 from edgespec.chat.messages import part_text
-from edgespec.server.answer import Answer, Event, Exchange, Part, Work, events, sse, usage
-from edgespec.server.chat import RUNS_NONE, VERBOSITY, Chat, effort_of, prepare, run_by_client
+from edgespec.server.answer import Answer, AnswerPart, Event, Exchange, Work, events, sse, usage
+from edgespec.server.chat import RUNS_NONE, VERBOSITY, ChatRequest, effort_of, prepare, run_by_client
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import (
     DRAFT_MODEL,
@@ -112,7 +112,7 @@ def answer_responses(loaded: Loaded, request: ResponseRequest, notes: list[str])
     choice = request.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
-    chat = Chat(
+    chat = ChatRequest(
         **{name: getattr(request, name) for name in (*Sampled.__struct_fields__, "speculative")},
         messages=first + [{"content": "", **message} for message in said],
         max_completion_tokens=request.max_output_tokens,
@@ -215,7 +215,7 @@ class ResponsesExchange(Exchange):
         place |= {"content_index": 0} if part.call is None else {}
         extra: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
         if event.what == "begins" and part.call is None:
-            yield self._event("response.content_part.added", part=_content(Part(part.kind)), **place)
+            yield self._event("response.content_part.added", part=_content(AnswerPart(part.kind)), **place)
         elif event.what == "grows":
             yield self._event(f"response.{kind}.delta", delta=event.text, **extra, **place)
         elif event.what == "ends" and part.call is not None:
@@ -245,7 +245,7 @@ class ResponsesExchange(Exchange):
         self._sequence += 1
         return sse({"type": kind, "sequence_number": self._sequence - 1, **fields}, kind)
 
-    def _item(self, part: Part, status: str) -> dict[str, Any]:
+    def _item(self, part: AnswerPart, status: str) -> dict[str, Any]:
         number = secrets.token_hex(12)
         if part.kind == "reasoning":
             head: dict[str, Any] = {"id": f"rs_{number}", "type": "reasoning", "summary": []}
@@ -294,13 +294,13 @@ class ResponsesExchange(Exchange):
         } | self._echoed
 
 
-def _content(part: Part) -> dict[str, Any]:
+def _content(part: AnswerPart) -> dict[str, Any]:
     if part.kind == "reasoning":
         return {"type": "reasoning_text", "text": part.text}
     return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
 
 
-def _status(answer: Answer, part: Part | None = None) -> str:
+def _status(answer: Answer, part: AnswerPart | None = None) -> str:
     """Of the answer, or of a part: one that something followed is complete, and so is a call."""
     is_last = part is None or part.is_last
     return "incomplete" if is_last and answer.finish_reason == "length" else "completed"

@@ -34,7 +34,7 @@ logger = logging.getLogger("edgespec")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """Limits of requests. Times in seconds; None: no limit. `timeout_s`: from the request to the end of its answer."""
 
     max_queued: int = 32
@@ -98,7 +98,7 @@ class Service:
     """
 
     name: str
-    limits: Limits = field(default_factory=Limits)
+    limits: RequestLimits = field(default_factory=RequestLimits)
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
     loaded: Loaded | None = None
@@ -341,7 +341,7 @@ class Services:
         return len(self.all) > 1
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> RequestLimits:
         return self.default.limits
 
     @property

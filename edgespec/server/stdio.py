@@ -31,7 +31,7 @@ from edgespec.server.answer import (
     prompt_progress,
     usage,
 )
-from edgespec.server.chat import Chat, answer_chat
+from edgespec.server.chat import ChatRequest, answer_chat
 from edgespec.server.completions import Completion, answer_completion
 from edgespec.server.http_errors import HttpError, as_http_error, bad_request
 from edgespec.server.requests import Fields, parse_object, read, unsupported
@@ -40,7 +40,7 @@ from edgespec.server.service import Services
 from edgespec.vocabulary import Vocabulary
 
 PROTOCOL = 1
-_ENDPOINTS = {"chat": Endpoint(Chat, answer_chat), "generate": Endpoint(Completion, answer_completion)}
+_ENDPOINTS = {"chat": Endpoint(ChatRequest, answer_chat), "generate": Endpoint(Completion, answer_completion)}
 
 
 class _Line(Fields, kw_only=True):

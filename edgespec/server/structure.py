@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from edgespec.chat.marks import Marks
-from edgespec.chat.tool_forms import Form
+from edgespec.chat.tool_forms import ToolForm
 from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import CapabilityError, ConfigError, shown
 from edgespec.sampling.constraint.grammar import laid_out
@@ -96,7 +96,7 @@ def forced_calls(
     options: GenerateOptions,
     tools: Sequence[dict[str, Any]],
     choice: object,
-    form: Form,
+    form: ToolForm,
     *,
     parallel: bool,
 ) -> GenerateOptions:
@@ -150,7 +150,7 @@ def parameters_of(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def call_grammar(
-    tools: Sequence[Mapping[str, Any]], form: Form, vocabulary: Vocabulary, most: int, answer: dict[str, Any] | None
+    tools: Sequence[Mapping[str, Any]], form: ToolForm, vocabulary: Vocabulary, most: int, answer: dict[str, Any] | None
 ) -> str:
     """Lark for 1 to `most` calls in a form, or else for JSON of the schema `answer`."""
     form = form.forced

@@ -14,7 +14,7 @@ from edgespec.errors import shown
 from edgespec.server.answer import Answer, Endpoint, Exchange, answering, compact
 from edgespec.server.http_errors import HttpError, as_http_error
 from edgespec.server.requests import parse_object
-from edgespec.server.service import Limits, Services
+from edgespec.server.service import RequestLimits, Services
 
 Returned = TypeVar("Returned")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -36,7 +36,7 @@ def error_response(error: Exception, path: str) -> Response:
     return json_response(known.body(path), known.status, known.headers)
 
 
-async def read_body(request: Request, limits: Limits) -> bytes:
+async def read_body(request: Request, limits: RequestLimits) -> bytes:
     """The whole body. Raises HttpError 413 and 415, and ClientDisconnect."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
@@ -74,7 +74,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class Stream(Response):
+class StreamedResponse(Response):
     """A response that is sent as it comes. `has_begun`: whether its headers are sent; `failure`: its last part then.
 
     Once `opened`, it begins within seconds even without a part, and pings follow where nothing else does: reading a
@@ -123,7 +123,7 @@ class Answering:
         self._form, self._streams = endpoint.form or Exchange, endpoint.form is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream, limits = Stream(send, self._form), self._services.limits
+        stream, limits = StreamedResponse(send, self._form), self._services.limits
         try:
             async with asyncio.timeout(limits.timeout_s):
                 body = await read_body(Request(scope, receive), limits)
@@ -142,7 +142,7 @@ class Answering:
             elif whole is not None:
                 await whole(scope, receive, send)
 
-    async def _kept_alive(self, body: bytes, path: str, stream: Stream) -> Response | None:
+    async def _kept_alive(self, body: bytes, path: str, stream: StreamedResponse) -> Response | None:
         alive = asyncio.ensure_future(stream.keep_alive())
         try:
             return await self._answered(body, path, stream)
@@ -150,7 +150,7 @@ class Answering:
             alive.cancel()
             await asyncio.gather(alive, return_exceptions=True)
 
-    async def _answered(self, body: bytes, path: str, stream: Stream) -> Response | None:
+    async def _answered(self, body: bytes, path: str, stream: StreamedResponse) -> Response | None:
         """The answer, or None where it was streamed. Loads the model where it was unloaded."""
         services, notes = self._services, list[str]()
         values = await asyncio.to_thread(parse_object, body)
@@ -174,7 +174,9 @@ class Answering:
                 return json_response(whole, headers=_told(notes))
 
 
-async def _stream(exchange: Exchange, answers: Sequence[Answer], notes: Sequence[str], stream: Stream) -> None:
+async def _stream(
+    exchange: Exchange, answers: Sequence[Answer], notes: Sequence[str], stream: StreamedResponse
+) -> None:
     stream.headers.update(_told(notes))
     stream.failure = exchange.failure
     stream.opened.set()

@@ -15,7 +15,7 @@ from bench_table import table_model
 from edgespec.bench import prompts as sources
 from edgespec.bench.prompts import choose, encode, random_text
 from edgespec.bench.report import Side, Summary, report_of, table_lines
-from edgespec.bench.runner import Measurement, Task, Trial, first_divergence, run_trials, runs, tasks_of
+from edgespec.bench.runner import BenchTrial, Measurement, Task, first_divergence, run_trials, runs, tasks_of
 from edgespec.bench.sweep import Costs, balance, expected_speedup, threshold
 from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import PromptError, UsageError
@@ -40,11 +40,11 @@ def tasks(model: Model, repeat: int = 2, prompts: list[Prompt] = ASKED) -> list[
     return tasks_of(prompts, partial(encode, model, True), SAMPLING, repeat)
 
 
-def trials(model: Model, repeat: int = 2) -> list[Trial]:
+def trials(model: Model, repeat: int = 2) -> list[BenchTrial]:
     return list(run_trials(model, OPTIONS, tasks(model, repeat)))
 
 
-def report(model: Model, found: list[Trial]) -> dict[str, Any]:
+def report(model: Model, found: list[BenchTrial]) -> dict[str, Any]:
     return report_of(model, SAMPLING, OPTIONS, found, len(found))
 
 
@@ -157,10 +157,10 @@ def measurement(tokens: int = 11, seconds: float = 1.0, prefill_s: float = 0.5, 
 
 def trial(
     plain_s: float, speculative_s: float, tokens: int = 11, again_s: float | None = None, drafted: int = 5
-) -> Trial:
+) -> BenchTrial:
     speculative = measurement(tokens, speculative_s, drafted_tokens=drafted)
     again = None if again_s is None else measurement(tokens, again_s)
-    return Trial(TASK, measurement(tokens, plain_s), speculative, again=again)
+    return BenchTrial(TASK, measurement(tokens, plain_s), speculative, again=again)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_an_answer_of_one_token_has_no_rate():
 
 def test_acceptance_is_of_all_runs_and_none_without_a_draft():
     drafted = [measurement(drafted_tokens=10, accepted_tokens=5, rounds=5) for _ in range(2)]
-    trials = [Trial(TASK, measurement(), run) for run in drafted]
+    trials = [BenchTrial(TASK, measurement(), run) for run in drafted]
     summary = Summary(trials)
     assert summary.speculative.acceptance_rate == 0.5
     assert summary.mean_accepted_length == 2.0

@@ -15,7 +15,7 @@ import edgespec
 from demo import DEMO, TEST_THREADS
 from edgespec.config.values import EngineName
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.trial import Trial
+from edgespec.engines.trial import FileTrial
 from edgespec.errors import (
     BatchError,
     Cancelled,
@@ -293,7 +293,7 @@ def test_a_sound_head_is_told_from_a_model(tiny_target: LlamaCppEngine, tiny_pat
     assert head_kind_of(path) == "eagle3" and head_kind_of(tiny_path) is None
     sizes = read_head(path)
     assert (sizes.width, sizes.layers, sizes.feature_width) == (WIDTH, tuple(LAYERS), 192)
-    Trial({path: False}).require_sound()
+    FileTrial({path: False}).require_sound()
     with tiny_target.load_head(path) as head:
         assert head.facts.end_ids == tiny_target.vocabulary.end_ids
     with pytest.raises(CapabilityError, match="draft="):

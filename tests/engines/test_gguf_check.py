@@ -188,13 +188,13 @@ def started(monkeypatch):
 def test_a_file_is_probed_once_until_it_changes(sound, tmp_path, started):
     path = tmp_path / "model.gguf"
     path.write_bytes(sound.read_bytes())
-    trial.Trial({path: True}).require_sound()  # its checksum is known
+    trial.FileTrial({path: True}).require_sound()  # its checksum is known
     assert not started
-    trial.Trial({path: False}).require_sound()
-    trial.Trial({path: False}).require_sound()
+    trial.FileTrial({path: False}).require_sound()
+    trial.FileTrial({path: False}).require_sound()
     assert started == [path]
     write_model(path, Shape(layers=2, width=32, heads=2, kv_heads=1, hidden=32, merges=6))
-    trial.Trial({path: False}).require_sound()
+    trial.FileTrial({path: False}).require_sound()
     assert started == [path, path]
 
 

@@ -11,7 +11,7 @@ from demo import DEMO
 from edgespec.cli.main import cli
 from edgespec.export import pair as pairs
 from edgespec.export import source as sources
-from edgespec.export.check import Limits, limits_of
+from edgespec.export.check import AllowedDifference, limits_of
 from edgespec.formats.manifest import read_pair
 from gguf_conversions import answer, export, export_without
 from needs import NEEDS_LLAMA
@@ -80,7 +80,7 @@ def test_what_only_optimum_knows_is_said(tmp_path: Path):
 @NEEDS_LLAMA
 def test_what_a_type_loses_is_told_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     usual = limits_of
-    monkeypatch.setattr(pairs, "limits_of", lambda *q: Limits(0.9, 1e-4))
+    monkeypatch.setattr(pairs, "limits_of", lambda *q: AllowedDifference(0.9, 1e-4))
     result = export(FILE, tmp_path / "pair", "--quant", "int8")
     assert result.exit_code == 0, result.output
     assert "target: onnx int8 loses more of this model than of most: mean KL is" in result.stderr

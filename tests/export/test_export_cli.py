@@ -21,7 +21,7 @@ from edgespec.cli.main import cli
 from edgespec.errors import ModelFileError
 from edgespec.export import check as checks
 from edgespec.export import pair as pairs
-from edgespec.export.check import Reference, engine_reference, open_engine
+from edgespec.export.check import ReferenceLogits, engine_reference, open_engine
 from edgespec.formats.manifest import MANIFEST, read_pair, sha256_of
 from edgespec.installation import install_command
 
@@ -143,7 +143,7 @@ def test_gguf_without_the_check_needs_nothing_but_gguf(tmp_path):
 # the check
 
 
-def answers_of(folder: Path) -> Reference:
+def answers_of(folder: Path) -> ReferenceLogits:
     """A reference made by our own engine from the pair at `folder`, in place of transformers."""
     with open_engine("gguf", read_pair(folder).target, 64, 1) as engine:
         return engine_reference(engine, "edgespec")

@@ -15,7 +15,7 @@ from edgespec.errors import CapabilityError, ConfigError, ModelFileError, StateE
 from edgespec.export import source as sources
 from edgespec.export.check import (
     Comparison,
-    Reference,
+    ReferenceLogits,
     check_round_trip,
     compare,
     compare_logits,
@@ -220,7 +220,7 @@ def test_a_tokenizer_that_is_broken_or_loses_text_is_refused(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> ReferenceLogits:
     """The draft in float32 through our own engine: what transformers says, to seven digits (see test_export_cli)."""
     path = tmp_path_factory.mktemp("reference") / "f32.gguf"
     export_gguf(DRAFT, path, "f32")
@@ -228,7 +228,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
         return engine_reference(engine, "edgespec")
 
 
-def exported(folder: Path, path: Path, quant: str, reference: Reference) -> Comparison:
+def exported(folder: Path, path: Path, quant: str, reference: ReferenceLogits) -> Comparison:
     export_gguf(folder, path, quant)
     with open_engine("gguf", path, 320, 1) as engine:
         return compare(reference, engine)

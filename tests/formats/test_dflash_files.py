@@ -14,7 +14,7 @@ import pytest
 
 from demo import DEMO, TEST_THREADS
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
-from edgespec.engines.trial import Trial
+from edgespec.engines.trial import FileTrial
 from edgespec.errors import CapabilityError, ModelFileError, VocabularyMismatch
 from edgespec.formats.gguf.heads import MAX_CHAIN, MAX_CHAIN_LAYERS, head_kind_of, read_head
 from tiny_dflash import LAYERS, MASK_ID, TARGET, WIDTH, HeadShape, write_dflash
@@ -38,8 +38,8 @@ def test_a_sound_head_is_told_from_others(target: LlamaCppEngine, tiny_path: Pat
     sizes = read_head(path)
     assert (sizes.width, sizes.layers, sizes.feature_width, sizes.mask_id) == (WIDTH, tuple(LAYERS), 192, MASK_ID)
     assert (sizes.has_markov, sizes.has_confidence, sizes.first_row, sizes.most_drafted) == (True, True, 0, 6)
-    Trial({path: False}).require_sound()
-    Trial({write_dflash(tmp_path / "bare.gguf", tensors=dict.fromkeys(OWN_TABLES)): False}).require_sound()
+    FileTrial({path: False}).require_sound()
+    FileTrial({write_dflash(tmp_path / "bare.gguf", tensors=dict.fromkeys(OWN_TABLES)): False}).require_sound()
     with target.load_head(path) as head:
         assert head.facts.end_ids == target.vocabulary.end_ids
     with pytest.raises(CapabilityError, match=r"is a DFlash head, .* draft="):
@@ -111,7 +111,7 @@ def test_what_llama_cpp_finds_is_told_in_its_words(tmp_path: Path) -> None:
         own = {} if "d2t" in tensors else dict.fromkeys(OWN_TABLES)
         path = write_dflash(tmp_path / f"{number}.gguf", metadata=metadata, tensors={**own, **tensors})
         with pytest.raises(ModelFileError, match=said):
-            Trial({path: False}).require_sound()
+            FileTrial({path: False}).require_sound()
 
 
 def test_a_head_of_another_target_is_refused(target: LlamaCppEngine, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from edgespec.chat.marks import Marks
 from edgespec.chat.reasoning import ReasoningSplitter
 from edgespec.chat.template import render_chat
-from edgespec.chat.tool_forms import FORMS, PLAIN_FORMS, Form, call_form
+from edgespec.chat.tool_forms import FORMS, PLAIN_FORMS, ToolForm, call_form
 from edgespec.chat.tools import ToolCall, ToolParser
 from serving import post
 
@@ -46,7 +46,7 @@ PIECES = (*"{}[]\"':, \n\\(<", "{{", "}}", "find", '"name"', '"arguments"', '{"n
 Found = tuple[str, list[ToolCall]]
 
 
-def read(form: Form, text: str, step: int, *, is_cut: bool = False) -> Found:
+def read(form: ToolForm, text: str, step: int, *, is_cut: bool = False) -> Found:
     parser, shown, calls = ToolParser(form, TOOLS), "", list[ToolCall]()
     for begin in range(0, len(text), step):
         if not parser.is_over:
@@ -58,7 +58,7 @@ def read(form: Form, text: str, step: int, *, is_cut: bool = False) -> Found:
     return shown, calls
 
 
-def both(form: Form, text: str, step: int = 1, *, is_cut: bool = False) -> Found:
+def both(form: ToolForm, text: str, step: int = 1, *, is_cut: bool = False) -> Found:
     """The text and the calls, which are the same whole and in pieces."""
     whole, pieces = (read(form, text, each, is_cut=is_cut) for each in (len(text) + 1, step))
     assert (whole[0], said(whole[1])) == (pieces[0], said(pieces[1])), text
@@ -80,7 +80,7 @@ def made(rng: Random, *, depth: int = 0) -> Any:
     return {key: made(rng, depth=depth + 1) for key in rng.sample(("a", "b c", "d-1"), rng.randrange(3))}
 
 
-def some_calls(form: Form, rng: Random) -> list[tuple[str, dict[str, Any]]]:
+def some_calls(form: ToolForm, rng: Random) -> list[tuple[str, dict[str, Any]]]:
     values = {
         "city": lambda: rng.choice(TEXTS),
         "state": lambda: rng.choice(TEXTS),

@@ -17,7 +17,7 @@ from edgespec.errors import EngineError, ModelFileError, Unreachable
 from edgespec.server import facts
 from edgespec.server.http_errors import as_http_error
 from edgespec.server.run import hosts_of
-from edgespec.server.service import Limits, Service
+from edgespec.server.service import RequestLimits, Service
 from edgespec.server.web import NOTES
 from serving import BASE_URL, client_of
 
@@ -214,7 +214,7 @@ def test_a_list_of_tokens_has_a_limit(client: TestClient, monkeypatch: pytest.Mo
 
 
 def test_a_large_body_is_refused_and_a_compressed_one_names_its_encoding(service: Service):
-    service.limits = Limits(max_body_bytes=1000)
+    service.limits = RequestLimits(max_body_bytes=1000)
     client = client_of(service)
     assert client.post(CHAT, content=b"x" * 1001).status_code == 413
     answered = client.post(CHAT, content=b"\x1f\x8b", headers={"Content-Encoding": "gzip"})

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 import serving
 from edgespec.chat.marks import control_text
-from edgespec.chat.tool_forms import FORMS, PLAIN_FORMS, Form
+from edgespec.chat.tool_forms import FORMS, PLAIN_FORMS, ToolForm
 from edgespec.chat.tools import ToolParser
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.sampling.constraint.grammar import Grammar, compiled
@@ -262,7 +262,7 @@ def walks(source: str, vocabulary: TokenizerFile, count: int, most: int = 160) -
 
 @pytest.mark.parametrize("form", [*FORMS, *PLAIN_FORMS], ids=lambda form: form.name)
 @pytest.mark.parametrize("case", PARAMETERS)
-def test_what_is_forced_is_a_call_that_matches(case: str, form: Form, vocabulary: TokenizerFile) -> None:
+def test_what_is_forced_is_a_call_that_matches(case: str, form: ToolForm, vocabulary: TokenizerFile) -> None:
     """Whatever the model of a format would write under the grammar."""
     schema = {"type": "object", "additionalProperties": False} | PARAMETERS[case]
     tools, most = [tool("f", schema), tool("g", schema)], 2 if form.takes_several else 1

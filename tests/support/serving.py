@@ -19,7 +19,7 @@ import edgespec
 from demo import TEST_THREADS, heed_interrupts
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.server.app import create_app
-from edgespec.server.service import Known, Limits, Service, Services
+from edgespec.server.service import Known, RequestLimits, Service, Services
 
 BASE_URL = "http://127.0.0.1"
 ENDS_WITHIN_S = 60.0
@@ -59,7 +59,7 @@ def serving(
         ):
             yield service
         return
-    service = Service(name, Limits(max_queued=4, timeout_s=60.0))
+    service = Service(name, RequestLimits(max_queued=4, timeout_s=60.0))
     service.files = Opened(service)
     service.use(model, sampling, options, reasoning_format)
     try:

@@ -16,7 +16,7 @@ from edgespec.loading.requirements import resolve_pair
 from edgespec.server.app import create_app
 from edgespec.server.metrics import Metrics
 from edgespec.server.residence import Places
-from edgespec.server.service import Known, Limits, Service, Services
+from edgespec.server.service import Known, RequestLimits, Service, Services
 from serving import BASE_URL
 
 GGUF, ONNX, DRAFT = "demo", "onnx", "draft"
@@ -72,7 +72,7 @@ class Host:
 
     def __init__(self, names: Sequence[str] = (GGUF, ONNX), most: int = 1, **settings: Any) -> None:
         places, metrics = Places(most), Metrics()
-        limits = Limits(**settings.pop("limits", {}))
+        limits = RequestLimits(**settings.pop("limits", {}))
         aliases = settings.pop("aliases", {})
         self.models: dict[str, Served] = {}
         for name in names:

@@ -47,7 +47,7 @@ from edgespec.engines.onnx.library import (
     version,
 )
 from edgespec.engines.onnx.settings import VALUES_AT_ONCE, OnnxSettings
-from edgespec.engines.onnx.source import Source, open_source
+from edgespec.engines.onnx.source import GraphSource, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.widths import METHOD, PREFIX, pinned_facts
 from edgespec.errors import CapabilityError, EngineError, ModelFileError
@@ -66,7 +66,7 @@ class OnnxEngine(SessionEngine):
     rollback only changes a length. Inputs and outputs are bound once per width.
     """
 
-    def __init__(self, session: Any, source: Source, graph: Graph, settings: OnnxSettings, note: str = "") -> None:
+    def __init__(self, session: Any, source: GraphSource, graph: Graph, settings: OnnxSettings, note: str = "") -> None:
         """`graph`: as `settings.provider` runs it in `session`; `note`: what the user should know of that."""
         rows = settings.max_rows
         super().__init__(
@@ -122,7 +122,7 @@ class OnnxEngine(SessionEngine):
                 engine._find_class(source)
         return engine
 
-    def _find_class(self, source: Source) -> None:
+    def _find_class(self, source: GraphSource) -> None:
         """Have a width class from now on. Raises CapabilityError where there is none."""
         settings, device = self.settings, self.facts.device
         if device == "cpu" and not settings.has_classes:
@@ -297,7 +297,7 @@ class ConcatenatedEngine(OnnxEngine):
         self._caches[sequence] = [values[None].copy() for values in arrays]
 
 
-def _opened(read: Callable[..., Graph], source: Source, exported: Graph, settings: OnnxSettings) -> OnnxEngine:
+def _opened(read: Callable[..., Graph], source: GraphSource, exported: Graph, settings: OnnxSettings) -> OnnxEngine:
     """On the provider of `settings`, or on the best one that can run the whole graph, which `read` adapts to it.
 
     Raises as `providers_for` and `read_graph`, ModelFileError and CapabilityError as `open_session`.
@@ -311,7 +311,7 @@ def _opened(read: Callable[..., Graph], source: Source, exported: Graph, setting
     return _opened_on(read, source, exported, last)
 
 
-def _opened_on(read: Callable[..., Graph], source: Source, exported: Graph, settings: OnnxSettings) -> OnnxEngine:
+def _opened_on(read: Callable[..., Graph], source: GraphSource, exported: Graph, settings: OnnxSettings) -> OnnxEngine:
     graph, provider = exported, settings.provider
     if provider in HALF_ONLY and exported.is_shared:
         if settings.head_size % HEAD_STEP or settings.head_size > LARGEST_HEAD:
@@ -328,7 +328,7 @@ def _opened_on(read: Callable[..., Graph], source: Source, exported: Graph, sett
     return kind(session, source, graph, settings, CAST_NOTE if graph.is_half > exported.is_half else "")
 
 
-def _on_kernels(source: Source, graph: Graph, settings: OnnxSettings) -> KernelEngine:
+def _on_kernels(source: GraphSource, graph: Graph, settings: OnnxSettings) -> KernelEngine:
     if "cpu" not in providers_for(settings.provider):
         raise CapabilityError(
             f"this model cannot run on {settings.provider}: {reason(settings.provider, graph.serialised, '')}. Use "

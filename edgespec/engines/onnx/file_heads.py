@@ -24,7 +24,7 @@ from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.kernel_head import KernelHead, columns
 from edgespec.engines.onnx.library import open_session, run_options, translated
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
-from edgespec.engines.onnx.source import TILE_ROWS, Source, packed_tiles
+from edgespec.engines.onnx.source import TILE_ROWS, GraphSource, packed_tiles
 from edgespec.errors import CapabilityError, EngineError, ModelFileError
 from edgespec.formats.head_file import PROJECT, HeadFile
 from edgespec.formats.onnx.eagle import EagleConfig
@@ -203,7 +203,7 @@ class HeadTiles:
         return [partial(fill, start) for start in range(0, len(whole), ROWS_AT_ONCE)]
 
 
-class HeadLayer(Source):
+class HeadLayer(GraphSource):
     """The layer of `heads` as the source of an engine."""
 
     is_drafter = True
@@ -245,7 +245,7 @@ class HeadLayer(Source):
 class EagleHead(KernelHead):
     """One text's view of the layer. Make it with `load_eagle`."""
 
-    def __init__(self, engine: KernelEngine, text: HeadText, projection: _Graph | None) -> None:
+    def __init__(self, engine: KernelEngine, text: HeadText, projection: _HeadGraph | None) -> None:
         super().__init__(engine)
         self._text, self._projection = text, projection
         width = self.facts.width // 2  # a pair is a state and an embedding
@@ -288,7 +288,7 @@ class MedusaHead(DraftHead):
     `load_medusa`.
     """
 
-    def __init__(self, heads: HeadFile, text: HeadText, graph: _Graph, end_ids: frozenset[int]) -> None:
+    def __init__(self, heads: HeadFile, text: HeadText, graph: _HeadGraph, end_ids: frozenset[int]) -> None:
         self._text, self._graph = text, graph
         self._state = np.zeros((1, heads.manifest.feature_size), np.float32)
         self.start = self.end = 0
@@ -320,7 +320,7 @@ class MedusaHead(DraftHead):
         return found
 
 
-class _Graph:
+class _HeadGraph:
     """A session of some products. `widths` of its inputs, each of which has rows [n, width]."""
 
     def __init__(self, nodes: Nodes, data: MemoryWriter, inputs: dict[str, int], outputs: dict[str, int]) -> None:
@@ -341,15 +341,15 @@ class _Graph:
             return [found[0] for found in self._session.run(None, given, self._options)]
 
 
-def _projection(heads: HeadFile, weights: HeadTiles) -> _Graph:
+def _projection(heads: HeadFile, weights: HeadTiles) -> _HeadGraph:
     """The matrix that makes one state of several of the target's."""
     data = MemoryWriter()
     nodes = Nodes(data)
     Tiles(weights, nodes).product("/project/MatMul", "features", [f"model.{PROJECT}.weight"], "states")
-    return _Graph(nodes, data, {"features": heads.manifest.feature_size}, {"states": heads.manifest.hidden_size})
+    return _HeadGraph(nodes, data, {"features": heads.manifest.feature_size}, {"states": heads.manifest.hidden_size})
 
 
-def _medusa(heads: HeadFile, weights: HeadTiles) -> _Graph:
+def _medusa(heads: HeadFile, weights: HeadTiles) -> _HeadGraph:
     """States and scores of all heads: a head adds to the state what its blocks make of it, and of the token first."""
     sizes, data = heads.manifest, MemoryWriter()
     nodes, state = Nodes(data), "state"
@@ -373,7 +373,7 @@ def _medusa(heads: HeadFile, weights: HeadTiles) -> _Graph:
     nodes.add("Concat", found, ["states"], "states", axis=1)
     form.product("/rows/MatMul", "states", ["lm_head.weight"], "scores")
     widths = {"states": sizes.hidden_size, "scores": len(heads.frequent_rows)}
-    return _Graph(nodes, data, {"state": sizes.feature_size, "embedded": sizes.hidden_size}, widths)
+    return _HeadGraph(nodes, data, {"state": sizes.feature_size, "embedded": sizes.hidden_size}, widths)
 
 
 def _require_kernels() -> None:

@@ -29,7 +29,7 @@ from edgespec.engines.onnx.graph import (
 )
 from edgespec.engines.onnx.kernel_engine import num_chunks, running_bytes
 from edgespec.engines.onnx.settings import OnnxSettings
-from edgespec.engines.onnx.source import CHUNK_BYTES, GgufFile, Source, open_source
+from edgespec.engines.onnx.source import CHUNK_BYTES, GgufFile, GraphSource, open_source
 from edgespec.formats.gguf.header import once
 from edgespec.formats.gguf.heads import read_head
 from edgespec.formats.onnx.tiles import EXPERTS, LOOKUP, PRODUCT
@@ -86,7 +86,7 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
     )
 
 
-def _of_source(source: Source, use: ModelUse) -> Footprint:
+def _of_source(source: GraphSource, use: ModelUse) -> Footprint:
     key, half = f"onnx products {source.is_drafter} {use.exit_layer} {use.is_draft}", use.provider in HALF_ONLY
     graph, products = once(f"{key} {half}", source.path, lambda: _read(source, half))
     settings = OnnxSettings.checked(graph, source.config(), use)
@@ -149,7 +149,7 @@ def _on_device(found: Footprint, files: int) -> Footprint:
     return replace(gone, device=device, loading_mapped=files)
 
 
-def _read(source: Source, half: bool) -> tuple[Graph, Products]:
+def _read(source: GraphSource, half: bool) -> tuple[Graph, Products]:
     graph = read_graph(source, half=half)
     return graph, _products(graph)
 

@@ -23,7 +23,7 @@ from edgespec.kernels.interface import StateSizes
 from edgespec.kernels.library import library_path, why_missing
 
 if TYPE_CHECKING:
-    from edgespec.engines.onnx.source import Source
+    from edgespec.engines.onnx.source import GraphSource
 
 ATTENTION = "GroupQueryAttention"
 MASK, POSITIONS = "attention_mask", "position_ids"
@@ -75,7 +75,7 @@ class Graph:
 
 
 def read_graph(
-    source: Source,
+    source: GraphSource,
     cells: int = 0,
     *,
     half: bool = False,

@@ -22,7 +22,7 @@ from edgespec.engines.model_use import DEFAULT_CONTEXT, MOST_CHECKPOINTS
 from edgespec.engines.onnx.graph import OUTPUT_ROWS, Graph, read_graph
 from edgespec.engines.onnx.library import Inputs, SessionEngine, bind_inputs, open_session, translated
 from edgespec.engines.onnx.settings import OnnxSettings
-from edgespec.engines.onnx.source import GgufFile, Source
+from edgespec.engines.onnx.source import GgufFile, GraphSource
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import BatchError, CapabilityError, StateError
 from edgespec.formats.onnx.tiles import CACHE, FEATURES, ROWS, STATES
@@ -48,7 +48,7 @@ class KernelEngine(SessionEngine):
     """On our kernels. Made by `OnnxEngine.load`."""
 
     def __init__(
-        self, source: Source, graph: Graph, settings: OnnxSettings, vocabulary: Vocabulary | None = None
+        self, source: GraphSource, graph: Graph, settings: OnnxSettings, vocabulary: Vocabulary | None = None
     ) -> None:
         """`vocabulary`: of its target, for a draft head.
 
@@ -202,7 +202,7 @@ class HybridEngine(KernelEngine):
     """As `KernelEngine`; a text drops any of its last pass's rows, up to LOG, or returns to a checkpoint or to 0."""
 
     def __init__(
-        self, source: Source, graph: Graph, settings: OnnxSettings, vocabulary: Vocabulary | None = None
+        self, source: GraphSource, graph: Graph, settings: OnnxSettings, vocabulary: Vocabulary | None = None
     ) -> None:
         super().__init__(source, graph, settings, vocabulary)
         self._states = KernelStates(graph.states, settings.max_sequences, LOG)

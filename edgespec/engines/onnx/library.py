@@ -29,7 +29,7 @@ from edgespec.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from edgespec.engines.onnx.settings import OnnxSettings
-    from edgespec.engines.onnx.source import Source
+    from edgespec.engines.onnx.source import GraphSource
 
 # Best first. Ours are onnxruntime's names of the memory of the devices.
 PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
@@ -276,7 +276,7 @@ class SessionEngine(BookedEngine):
     def __init__(
         self,
         session: Any,
-        source: Source,
+        source: GraphSource,
         graph: Graph,
         settings: OnnxSettings,
         vocabulary: Vocabulary,

@@ -61,7 +61,7 @@ Key = TypeVar("Key")
 TOKENIZER_FORMAT = 1  # increase it when the conversion changes
 
 
-class Source(ABC):
+class GraphSource(ABC):
     """`path` as the user gave it; `folder`: of the tokenizer and its settings; `files` hold the graph and its weights.
 
     `mapped`: those of them that are read while the model is in use. `max_positions`: of a graph that is made for any
@@ -94,7 +94,7 @@ class Source(ABC):
         return {}
 
 
-def open_source(path: Path, *, is_draft: bool = False) -> Source:
+def open_source(path: Path, *, is_draft: bool = False) -> GraphSource:
     """`is_draft`: of another model, so that a GGUF's weights are made narrow.
 
     Raises ModelNotFound and ModelFileError, and for a GGUF CapabilityError where our kernels do not run it.
@@ -106,7 +106,7 @@ def open_source(path: Path, *, is_draft: bool = False) -> Source:
     return ExportFolder(path) if path.suffix == ".onnx" else GgufFile(path, is_narrow=is_draft)
 
 
-class ExportFolder(Source):
+class ExportFolder(GraphSource):
     """`model.onnx`, with its weights, its tokenizer and its settings beside it."""
 
     def __init__(self, path: Path) -> None:
@@ -132,7 +132,7 @@ class ExportFolder(Source):
         return model
 
 
-class GgufFile(Source):
+class GgufFile(GraphSource):
     """A GGUF on our kernels, or the layer in it that predicts a further token (`nextn`). Raises as `open_source`."""
 
     def __init__(self, path: Path, *, nextn: bool = False, is_narrow: bool = False) -> None:

@@ -25,7 +25,7 @@ from edgespec.formats.gguf.model import GgufModel, read_model, rows_of
 from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.gguf.tokenizer import splitter_of, write_tokenizer_files
 from edgespec.formats.onnx import MODEL
-from edgespec.formats.onnx.forms import EMBEDDING, HEAD, Blocks, Form, Plain
+from edgespec.formats.onnx.forms import EMBEDDING, HEAD, Blocks, Plain, WeightForm
 from edgespec.formats.onnx.four_bits import STORED_TYPES, FourBits, OffsetBlocks, take_apart
 from edgespec.formats.onnx.graph import Nodes
 from edgespec.formats.onnx.llama import write_llama
@@ -114,7 +114,7 @@ def _bits(tensor: TensorInfo) -> float:
 
 
 _BLOCKS = "blocks.gguf"
-_FORMS: Mapping[str, Callable[[GgufWeights, Nodes], Form]] = {
+_FORMS: Mapping[str, Callable[[GgufWeights, Nodes], WeightForm]] = {
     "fp32": Plain,
     "int4": OffsetBlocks,
     "int8": partial(Blocks, 8, GROUP_SIZES["int8"]),

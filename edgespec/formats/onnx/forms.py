@@ -40,7 +40,7 @@ class RowWeights(NamedWeights, Protocol):
         """All rows of a matrix in their order, some of them [n, inputs] at a time."""
 
 
-class Form(Protocol):
+class WeightForm(Protocol):
     """The writer of one graph's matrices."""
 
     def vector(self, name: str) -> Floats:

@@ -121,7 +121,7 @@ class StoredBlocks(RowWeights, Protocol):
 
 
 class OffsetBlocks:
-    """A `Form`: the weights of a block of 4 bits share a scale and an offset, as they are stored where they are so."""
+    """A `WeightForm`: the weights of a block of 4 bits share a scale and an offset, as stored where they are so."""
 
     def __init__(self, weights: StoredBlocks, nodes: Nodes) -> None:
         self._weights, self._nodes = weights, nodes

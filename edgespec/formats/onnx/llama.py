@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from edgespec.formats.onnx import DATA, MICROSOFT, MODEL
-from edgespec.formats.onnx.forms import HEAD, Form
+from edgespec.formats.onnx.forms import HEAD, WeightForm
 from edgespec.formats.onnx.graph import TOKENS, DataWriter, Nodes, Ports, WeightWriter, port
 from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.formats.onnx.tiles import ATTENTION, CACHE, DOMAIN, FEATURES, NEXT_STATES, NORM, ROWS, Tiles
@@ -30,7 +30,7 @@ _TABLES, _WINDOW_TABLES = ("cos_cache", "sin_cache"), ("cos_cache_local", "sin_c
 
 
 def write_llama(
-    folder: Path, config: LlamaConfig, make_form: Callable[[Nodes], Form], progress: Progress | None = None
+    folder: Path, config: LlamaConfig, make_form: Callable[[Nodes], WeightForm], progress: Progress | None = None
 ) -> None:
     """Write `model.onnx` and `model.onnx.data` into `folder`, which is nobody's yet.
 
@@ -42,12 +42,12 @@ def write_llama(
 
 
 def llama_graph(
-    config: LlamaConfig, data: WeightWriter, make_form: Callable[[Nodes], Form], progress: Progress | None = None
+    config: LlamaConfig, data: WeightWriter, make_form: Callable[[Nodes], WeightForm], progress: Progress | None = None
 ) -> onnx.ModelProto:
     """The graph, whose weights go to `data`. `progress` and exceptions: as in `write_llama`."""
     nodes = Nodes(data)
     form = make_form(nodes)
-    graph = _kernel_graph(config)(config, nodes, form) if isinstance(form, Tiles) else _Graph(config, nodes, form)
+    graph = _kernel_graph(config)(config, nodes, form) if isinstance(form, Tiles) else _LlamaGraph(config, nodes, form)
     for done, _ in enumerate(graph.parts(), 1):
         if progress is not None:
             progress(done, config.num_layers + 2)
@@ -97,10 +97,10 @@ def rotary_bytes(config: LlamaConfig) -> int:
     return 4 * config.max_positions * num_rotated
 
 
-class _Graph:
+class _LlamaGraph:
     """The operators so far. `_residual` and `_delta` are the two values whose sum is the hidden state."""
 
-    def __init__(self, config: LlamaConfig, nodes: Nodes, form: Form) -> None:
+    def __init__(self, config: LlamaConfig, nodes: Nodes, form: WeightForm) -> None:
         self._config, self._nodes, self._form = config, nodes, form
         self._residual = self._delta = ""
 
@@ -333,7 +333,7 @@ class _Graph:
             self._scalar("Mul", "/lm_head/softcap/Tanh/output_0", cap, "/lm_head/softcap/Mul", "logits")
 
 
-class KernelGraph(_Graph):
+class KernelGraph(_LlamaGraph):
     """The same of our own operators. Rows may belong to several texts, whose cache is no tensor of the graph."""
 
     _form: Tiles
