@@ -296,8 +296,7 @@ class AutoController(Controller):
         bank.settle(record.accepted_tokens + 1, work_s + charged_s, plain_s)
         curve = costs.curve
         is_telling = not (is_plain and was_wide) or record.verify_s < plain_s or not curve.is_sure_of_plain
-        # A disturbed pass counts only until a first one was timed: on a busy machine there are no others.
-        if is_telling and not costs.was_shared and not (curve.is_sure_of_plain and record.is_disturbed):
+        if is_telling and not costs.was_shared:
             curve.observe(record.width, record.verify_s)
         if bank.is_guessed and curve.is_sure_of_plain:
             bank.balance_s = c.START_PASSES * curve.at(1) + bank.share * self._prefill_s
@@ -313,8 +312,7 @@ class AutoController(Controller):
         gained = -rate * min(paid.seconds, (1.0 + c.LATE) * paid.expected_s)
         if record.drafter == paid.drafter:
             gained += record.accepted_tokens - rate * rows_s - (0.0 if best is None else best.gain)
-        if not record.is_disturbed:
-            paid.cost.observe(paid.draft.num_tokens, paid.num_uncached, paid.seconds)
+        paid.cost.observe(paid.draft.num_tokens, paid.num_uncached, paid.seconds)
         net = paid.gain - rate * paid.cost.of(paid.draft.num_tokens, 0)
         state.asked(net if self.costs.curve.is_sure_of_rows else None)
         state.allow(gained)

@@ -107,7 +107,7 @@ class ThreadControl:
     def passed(self, rows: int, seconds: float, lacking_s: float | None) -> bool:
         """A pass over `rows` took `seconds`, in which its threads lacked `lacking_s` of processor time, where known.
 
-        True if its time says nothing about what passes cost: it was disturbed, or part of a trial.
+        True if other programs delayed it, or it was part of a trial.
         """
         if lacking_s is None:
             return False

@@ -299,7 +299,7 @@ class ContinuousBatch:
             return
         widths = [member.latest_rows for member in decoding]
         prompt_rows = num_rows - sum(widths)
-        if not prompt_rows and not (costs.curve.is_sure_of_plain and is_disturbed):
+        if not prompt_rows:
             costs.observe_shared(widths, seconds)
         parts = costs.parts_of(widths, prompt_rows)
         scale = 1.0 if prompt_rows else seconds / sum(parts)  # the cost of a prompt cannot be separated
