@@ -430,7 +430,9 @@ def build_llamacpp() -> None:
     )
     set_compiler([])
     WHEELS.mkdir(exist_ok=True)
-    command = pip("wheel", "--verbose", "--no-deps", f"--wheel-dir={WHEELS}", *requirements()["llamacpp"])
+    # pip's cache may hold one that was compiled for another processor or with other settings, and ends the process.
+    fresh = ["--no-deps", "--no-cache-dir", f"--wheel-dir={WHEELS}"]
+    command = pip("wheel", "--verbose", *fresh, *requirements()["llamacpp"])
     step("building llama.cpp", command, log=VENV / "llamacpp.log")
 
 
