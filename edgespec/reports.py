@@ -15,8 +15,7 @@ class RoundRecord:
     `position`: index of the first token it could emit; `drafter`: name of the drafter, None for a plain pass; `width`:
     rows of the target pass; `confidences`: per draft token, the estimated probability that it is accepted if its
     parent is; `draft_s`: control and drafting; `verify_s`: the target pass alone; `judge_s`: applying the acceptance
-    rule and updating the cache; `is_disturbed`: other programs delayed the pass, or it tried a number of threads;
-    `tree_depth`: tokens of the longest path of a draft with branches, None for a chain.
+    rule and updating the cache; `tree_depth`: tokens of the longest path of a draft with branches, None for a chain.
     """
 
     position: int
@@ -27,7 +26,6 @@ class RoundRecord:
     draft_s: float
     verify_s: float
     judge_s: float = 0.0
-    is_disturbed: bool = False
     tree_depth: int | None = None
 
     @property

@@ -104,37 +104,30 @@ class ThreadControl:
         """Cores that the threads lacked in recent passes on average."""
         return self._lacking_s / self._recent_s
 
-    def passed(self, rows: int, seconds: float, lacking_s: float | None) -> bool:
-        """A pass over `rows` took `seconds`, in which its threads lacked `lacking_s` of processor time, where known.
-
-        True if other programs delayed it, or it was part of a trial.
-        """
+    def passed(self, rows: int, seconds: float, lacking_s: float | None) -> None:
+        """A pass over `rows` took `seconds`, in which its threads lacked `lacking_s` of processor time, where known."""
         if lacking_s is None:
-            return False
+            return
         self._last_s = self._clock()
         seen = math.log(max(seconds, 1e-7))
         late = seen - self._usual.setdefault(rows, seen)
         if self._settling:
             self._settling = False
-            return True
+            return
         kept = math.exp(-min(seconds / _LACKING_S, _LACKING_RATE))
         self._recent_s = kept * self._recent_s + seconds
         self._lacking_s = kept * self._lacking_s + lacking_s
         if self._trial is not None:
             self._compare(self._trial, late, seconds)
-            return True
+            return
         is_contended = self.lacking > c.CONTENDED
         if not self._at and not is_contended:
             self._usual[rows] += c.COST_RATE * (3.0 if late < 0 else 1.0) * late  # disturbances only slow a pass
         self._level += _LEVEL_RATE * (_clipped(late) - self._level)
         if self._at and self._last_s >= self._next_s:
             self._try(self._at - 1)
-        elif is_contended and self._last_s >= self._hold_s:
-            if self._at + 1 < len(self.steps):
-                self._try(self._at + 1)
-        else:
-            return self.lacking > c.CONTENDED / 2
-        return is_contended
+        elif is_contended and self._last_s >= self._hold_s and self._at + 1 < len(self.steps):
+            self._try(self._at + 1)
 
     def _try(self, step: int) -> None:
         self._trial = ThreadTrial(self._at, self._level, step < self._at, self._at)

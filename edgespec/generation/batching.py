@@ -28,7 +28,7 @@ from edgespec.engines.sequence import PassRequest
 from edgespec.errors import Cancelled, EdgespecError
 from edgespec.generation.decode import Steps, steps
 from edgespec.generation.handle import Generation, Result
-from edgespec.generation.run_state import PassShare, Run
+from edgespec.generation.run_state import Run
 from edgespec.generation.slots import Slot
 from edgespec.generation.turn import Claim
 from edgespec.reports import PromptProgress, TokenEvent
@@ -278,16 +278,16 @@ class ContinuousBatch:
 
     def _share(self, chosen: Sequence[Member], started: Started) -> None:
         """Charge each member its part of a pass, by its rows or what these cost, and teach the costs what it took."""
-        seconds, is_disturbed = perf_counter() - started.wall_s, False
+        seconds = perf_counter() - started.wall_s
         widths = [member.asked.batch.width for member in chosen]
         num_rows = sum(widths)
         is_drafting = chosen[0].is_drafting
         if not is_drafting:
             self._num_passes += 1
             if (threads := self._executor.pool.threads) is not None:
-                is_disturbed = threads.passed(num_rows, seconds, started.lacking_s(threads.threads))
+                threads.passed(num_rows, seconds, started.lacking_s(threads.threads))
         for member, rows in zip(chosen, widths, strict=True):
-            member.run.share = PassShare(seconds * rows / num_rows, is_disturbed)
+            member.run.share_s = seconds * rows / num_rows
             if not is_drafting:
                 member.latest_pass, member.latest_rows = self._num_passes, 1 if member.is_reading else rows
         if is_drafting or not any(member.controller is not None for member in chosen):
@@ -304,7 +304,7 @@ class ContinuousBatch:
         parts = costs.parts_of(widths, prompt_rows)
         scale = 1.0 if prompt_rows else seconds / sum(parts)  # the cost of a prompt cannot be separated
         for member, part in zip(decoding, parts, strict=True):
-            member.run.share = PassShare(part * scale, is_disturbed)
+            member.run.share_s = part * scale
 
     def _logits(self, requests: Sequence[PassRequest]) -> list[Logits]:
         """The logits of each request's rows: of a shared pass a copy, where the loops may run passes between."""
@@ -354,8 +354,8 @@ class ContinuousBatch:
 
     def _look_around(self, member: Member) -> None:
         """Before a member goes on: how long it waited for others, and what else the target's next pass holds."""
-        if member.waiting is not None and member.run.share is not None:
-            member.run.others_s += perf_counter() - member.asked_s - member.run.share.seconds
+        if member.waiting is not None and member.run.share_s is not None:
+            member.run.others_s += perf_counter() - member.asked_s - member.run.share_s
         if not member.is_drafting:
             self._note_others(member)
         if member.controller is not None:  # all controllers decide by the same costs

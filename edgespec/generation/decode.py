@@ -21,7 +21,7 @@ from edgespec.control.base import NOTHING, Controller, Proposal
 from edgespec.drafters.base import DraftRequest
 from edgespec.engines.sequence import PassRequest, answered
 from edgespec.errors import Cancelled, EdgespecError, EngineError
-from edgespec.generation.run_state import PassShare, Run
+from edgespec.generation.run_state import Run
 from edgespec.reports import RoundRecord, TokenEvent
 from edgespec.sampling.acceptance import COMPARING, ROOT, Rule
 from edgespec.types import EMPTY_DRAFT, Distribution, Draft, Logits, TokenIds, Verdict
@@ -61,10 +61,10 @@ def _plain_rounds(run: Run, pending_id: int) -> Steps[None]:
     """One pass per token, until the end."""
     while run.stats.finish_reason is None:
         run.keep_within_memory()
-        logits, pass_s, is_disturbed = yield from _score(run, pending_id, EMPTY_DRAFT)
+        logits, pass_s = yield from _score(run, pending_id, EMPTY_DRAFT)
         run.target.keep(pending_id, EMPTY_DRAFT, ())
         position = run.target.length
-        run.count(RoundRecord(position, None, 0, 0, (), 0.0, pass_s, is_disturbed=is_disturbed))
+        run.count(RoundRecord(position, None, 0, 0, (), 0.0, pass_s))
         pending_id = run.sampler.pick(run.sampler.distribution(logits[0], run.target.token_ids), position)
         yield from run.emit(pending_id, position, logits[0])
         run.look_again(logits)
@@ -79,12 +79,12 @@ def _speculative_rounds(run: Run, controller: Controller, rule: Rule, pending_id
         position = context_ids.size
         proposal, draft_s = yield from _propose(run, controller, context_ids, rule)
         draft = proposal.draft
-        logits, verify_s, is_disturbed = yield from _score(run, pending_id, draft)
+        logits, verify_s = yield from _score(run, pending_id, draft)
         started_s = run.clock()
         verdict = _judge(run, rule, draft, context_ids, logits)
         run.target.keep(pending_id, draft, verdict.accepted_nodes)
         seconds = draft_s, verify_s, run.clock() - started_s
-        record = _record(proposal, verdict, position, seconds, is_disturbed)
+        record = _record(proposal, verdict, position, seconds)
         controller.observe(proposal, verdict, record)
         run.count(record)
         row = 0
@@ -129,11 +129,11 @@ def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule
     return proposal, run.clock() - started_s
 
 
-def _score(run: Run, pending_id: int, draft: Draft) -> Steps[tuple[Logits, float, bool]]:
-    """Logits [rows, vocabulary] of the draft, the seconds of the pass, and whether other load disturbed that time."""
+def _score(run: Run, pending_id: int, draft: Draft) -> Steps[tuple[Logits, float]]:
+    """Logits [rows, vocabulary] of the draft, and the seconds of the pass."""
     started_s = perf_counter()
     logits = yield from run.target.scoring(pending_id, draft)
-    return logits, *(run.share or PassShare(perf_counter() - started_s, is_disturbed=False))
+    return logits, perf_counter() - started_s if run.share_s is None else run.share_s
 
 
 def _judge(run: Run, rule: Rule, draft: Draft, context_ids: TokenIds, logits: Logits) -> Verdict:
@@ -165,11 +165,9 @@ def _judge(run: Run, rule: Rule, draft: Draft, context_ids: TokenIds, logits: Lo
             return verdict if row_choices is None else replace(verdict, row_choices=row_choices)
 
 
-def _record(
-    proposal: Proposal, verdict: Verdict, position: int, seconds: tuple[float, float, float], is_disturbed: bool
-) -> RoundRecord:
+def _record(proposal: Proposal, verdict: Verdict, position: int, seconds: tuple[float, float, float]) -> RoundRecord:
     draft, accepted = proposal.draft, len(verdict.accepted_nodes)
     confidences = tuple(draft.confidences.tolist()) if draft.num_tokens else ()
     depth = None if draft.is_chain else max(draft.depths()) + 1
     counts = (position, proposal.drafter, draft.num_tokens, accepted, confidences)
-    return RoundRecord(*counts, *seconds, is_disturbed, tree_depth=depth)
+    return RoundRecord(*counts, *seconds, tree_depth=depth)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import NamedTuple
 
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence, Passes
@@ -21,21 +20,14 @@ from edgespec.sampling.stopping import StopRules, TextStream
 from edgespec.types import Logits, TokenIds
 
 
-class PassShare(NamedTuple):
-    """One sequence's part of a pass: its seconds, and whether other load disturbed these."""
-
-    seconds: float
-    is_disturbed: bool
-
-
 @dataclass(slots=True)
 class Run:
     """State of one generation. `stats` is updated while it runs; `on_round` is called after each round.
 
     `parked`: saved KV states of other texts, one of which may be a prefix of the prompt.
     `relieve`: frees memory where too much is in use, and says what it did; called between rounds.
-    `watch`: checks that the passes stay reproducible. `share`: what whoever runs its passes charges it for the last
-    one; None: nobody does, so that it takes the time itself.
+    `watch`: checks that the passes stay reproducible. `share_s`: what whoever runs its passes charges it for the last
+    one, seconds; None: nobody does, so that it takes the time itself.
     `predicted_ids`: what the caller expects the answer to be.
     `on_prompt`: told how much of the prompt is read, before its first pass and after each.
     `others_s`: seconds that it waited while passes worked for other sequences; `reading_s`: those that reading the
@@ -55,7 +47,7 @@ class Run:
     predicted_ids: TokenIds | None = None
     watch: ClassWatch | None = None
     relieve: Callable[[], str] | None = None
-    share: PassShare | None = None
+    share_s: float | None = None
     others_s: float = 0.0
     stats: Stats = field(default_factory=Stats)
     text: TextStream = field(init=False)
