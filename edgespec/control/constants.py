@@ -41,6 +41,7 @@ FIRST_ROW, GUESS_PASSES = 0.2, 0.25  # prior cost of another row in plain passes
 KNOWN_AFTER = 2  # passes over several rows until what a row costs is more than a guess
 MOST_ROW = 2.0  # largest cost of a row, in plain passes, that one pass may suggest; and that times what was believed
 SHARED_DRAFT_ROW = 0.45  # of a draft token's time, that another sequence adds to a pass of the draft that they share
+HEAD_SHARE = 0.12  # of the target's weights, that a draft head reads for a token
 DRAFT_SHARE, READ_SHARE = 1.0, 0.15  # a draft's share in time over its share in bytes; reading a token over drafting it
 
 # -- threads; lateness is in natural logarithms of time

@@ -223,10 +223,10 @@ class DraftCost:
     _among: dict[int, DraftCost] = field(default_factory=dict, init=False)
 
     @classmethod
-    def guessed(cls, share: float) -> Self:
-        """Of a draft model with `share` of its target's weights, relative until `scale`."""
+    def guessed(cls, share: float, *, is_once: bool = False) -> Self:
+        """Of a draft model or head with `share` of its target's weights, relative until `scale`."""
         token = min(0.03 + c.DRAFT_SHARE * share, 1.0)
-        return cls(token, c.READ_SHARE * token, is_relative=True)
+        return cls(token, c.READ_SHARE * token, is_relative=True, is_once=is_once)
 
     def scale(self, plain_s: float) -> None:
         """A plain pass takes `plain_s`: convert to seconds."""

@@ -16,6 +16,7 @@ from edgespec.config.options import GenerateOptions, LoadOptions
 from edgespec.config.values import DrafterName, DraftLength
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Controller, FixedLength
+from edgespec.control.constants import HEAD_SHARE
 from edgespec.control.cost import CostCurve, DraftCost, guessed_plain_s
 from edgespec.control.prices import RunCosts
 from edgespec.control.threads import ThreadControl
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from edgespec.corpus.texts import LearntTexts
 
 
-METHOD = 8  # part of the cache key: raise it when what is kept changes
+METHOD = 9  # part of the cache key: raise it when what is kept changes
 _LIBRARIES = {"llamacpp": "llama-cpp-python", "onnx": "onnxruntime"}
 
 
@@ -92,28 +93,31 @@ class DrafterPool:
         """What passes and drafts cost here: kept from earlier runs or guessed, and learnt from answers alone."""
         if self._first is not None:
             return self._first.costs
-        facts, engines = self._target.engine.facts, [(name, each.engine) for name, each in self.drafters.items()]
+        facts, paid = self._target.engine.facts, [each for each in self.drafters.items() if not each[1].is_free]
         low = facts.pinned_class[0] if facts.pinned_class else 1
-        curve = CostCurve.from_json(disk_cache.get("learnt costs", self._key(self._target.engine, "target")), low)
+        curve = CostCurve.from_json(disk_cache.get("learnt costs", self._target_key), low)
         return RunCosts(
             curve or CostCurve(guessed_plain_s(facts.weight_bytes), low, facts.row_cost),
-            {name: self._known_draft(name, engine) for name, engine in engines if engine is not None},
+            {name: self._known_draft(name, drafter) for name, drafter in paid},
             facts.threads,
             splits=facts.splits_passes,
         )
 
-    def _known_draft(self, name: DrafterName, engine: Engine) -> DraftCost:
-        kept = disk_cache.get("draft costs", self._key(engine, SPECS[name].roles[-1]), tuple[Seconds, Seconds])
+    def _known_draft(self, name: DrafterName, drafter: Drafter) -> DraftCost:
+        kept = disk_cache.get("draft costs", self._learnt_key(name), tuple[Seconds, Seconds])
         if kept is not None:
-            return DraftCost(*kept)
-        target = self._target.engine.facts
-        cost = DraftCost.guessed(engine.facts.weight_bytes / max(target.weight_bytes, 1))
+            token_s, read_s = kept
+            return DraftCost(token_s, read_s, is_once=drafter.costs_once)
+        target, engine = self._target.engine.facts, drafter.engine
+        share = HEAD_SHARE if engine is None else engine.facts.weight_bytes / max(target.weight_bytes, 1)
+        cost = DraftCost.guessed(share, is_once=drafter.costs_once)
         if target.device.startswith("rpc"):  # a pass of it waits for the network, which a draft does not
             cost.scale(guessed_plain_s(target.weight_bytes))
         return cost
 
-    def _key(self, engine: Engine, role: str) -> str:
-        return cost_key(engine, self._files[role])
+    @property
+    def _target_key(self) -> str:
+        return cost_key(self._target.engine, self._files["target"])
 
     def _thread_control(self) -> ThreadControl | None:
         """Chooses the number of threads; None where the user did, or where the engine cannot change it."""
@@ -237,12 +241,10 @@ class DrafterPool:
             return
         curve, drafts = self.costs.usual
         if kept := curve.to_json():
-            disk_cache.put("learnt costs", self._key(self._target.engine, "target"), kept)
-        if (draft := self.draft_name) is not None and (engine := self.drafters[draft].engine) is not None:
-            cost = drafts[draft]
-            if cost.num_seen and not cost.is_relative:
-                key = self._key(engine, SPECS[draft].roles[-1])
-                disk_cache.put("draft costs", key, [cost.token_s, cost.read_s])
+            disk_cache.put("learnt costs", self._target_key, kept)
+        for name in self.drafters.keys() & drafts.keys():
+            if (cost := drafts[name]).num_seen and not cost.is_relative:
+                disk_cache.put("draft costs", self._learnt_key(name), [cost.token_s, cost.read_s])
         for name, controller in controllers.items():
             disk_cache.put("learnt", self._learnt_key(name), controller.to_json())
 
