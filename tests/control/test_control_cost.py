@@ -247,3 +247,16 @@ def test_loading_runs_no_pass_for_costs_and_an_answer_leaves_what_it_learnt(
             file.write_text(text)
         with edgespec.load(str(target_path), reproducible=False, threads=1) as model:
             assert not model.drafters.costs.curve.is_scaled, "a damaged entry is a missing one"
+
+
+def test_a_heads_cost_is_a_guess_until_it_drafted_and_then_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Were it nothing until then, the first draft of every process would be as long as if it were free."""
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    for is_first in (True, False):
+        with edgespec.load("demo", drafter="eagle", threads=1) as model:
+            cost = model.drafters.costs.drafts["eagle"]
+            assert cost.is_relative is is_first and cost.token_s > 0 and cost.read_s > 0
+            model.generate("one two one two one two", options=edgespec.GenerateOptions(max_tokens=40, ignore_eos=True))
+            assert cost.num_seen and not cost.is_relative
