@@ -157,7 +157,7 @@ def _store(rng: random.Random, texts: Known) -> Made:
 
     def run(folder: Path) -> None:
         home = own_home(folder)
-        (file,) = (home / "texts").glob(f"{kind}-*.npz" if kind == "learnt" else "corpus-*/[0-9a-f]*.npz")
+        (file,) = (home / "texts").glob(f"{kind}-*.npz")
         file.write_bytes(damaged_bytes(rng, file.read_bytes()))
         command_line(["corpus", "ls"], allowed=(0, 1, 2))
         for _ in range(2):
