@@ -70,17 +70,20 @@ class HeadText:
                 "(scripts/train/heads.py), or leave them out"
             )
         self._size, self._scale = np.float32(1.0 / size), np.float32(manifest.scale)
-        self._rows = heads.vocabulary.astype(np.float16)
+        no_row = np.zeros((1, heads.vocabulary.shape[1]), np.float16)  # the last: that of slot -1
+        self._rows = np.concatenate((heads.vocabulary.astype(np.float16), no_row))
         self._token_ids = heads.token_ids
         self._frequent = np.arange(heads.token_ids.size) if heads.frequent is None else heads.frequent
         self._slots = np.full(vocabulary_size, -1, np.int32)
         self._slots[heads.token_ids] = np.arange(heads.token_ids.size)
         self._row_size = manifest.vocabulary_size  # without the target's padding
+        self._met_rows: States = np.empty((0, self._rows.shape[1]), np.float32)
         self.begin()
 
     def another(self) -> HeadText:
         """The same for another text; the rows of the head are shared."""
         found = copy(self)
+        found._met_rows = self._met_rows[:0]
         found.begin()
         return found
 
@@ -90,13 +93,11 @@ class HeadText:
         self._is_known = np.zeros(self._token_ids.size, np.bool_)  # scored already
         self._is_known[self._frequent] = True
         self._ids = self._token_ids[self._frequent]
-        room = self._token_ids.size - self._frequent.size
-        self._met_rows = np.zeros((room, self._rows.shape[1]), np.float32)  # which takes memory where it is written
         self._row = np.full((1, self._row_size), NEVER)
 
     def follow(self, token_ids: TokenIds) -> None:
         """Score the tokens of the text `token_ids` [n] from now on; it is the last one, continued, or another one."""
-        if not len(self._met_rows):
+        if self._frequent.size == self._token_ids.size:
             return
         if token_ids.size < self._num_read:
             self.begin()
@@ -108,6 +109,10 @@ class HeadText:
             return
         self._is_known[new] = True
         first, self._num_met = self._num_met, self._num_met + new.size
+        if self._num_met > len(self._met_rows):  # new memory takes longer than all else here, so it is kept for good
+            more = np.empty((2 * self._num_met, self._met_rows.shape[1]), np.float32)
+            more[:first] = self._met_rows[:first]
+            self._met_rows = more
         self._met_rows[first : self._num_met] = self._rows[new].astype(np.float32) * self._scale
         self._ids = np.concatenate((self._ids, self._token_ids[new]))
 
@@ -119,14 +124,13 @@ class HeadText:
         states = np.take(features, self._columns, axis=1)
         if self._is_projected and self._num_inputs:
             inputs = states.reshape(len(states), self._num_inputs + 1, -1)[:, :-1]
-            inputs /= np.sqrt(np.mean(np.square(inputs), axis=2, keepdims=True) + _LEAST_SQUARE)
+            mean_square = np.einsum("rls,rls->rl", inputs, inputs) / inputs.shape[2]  # np.square would need new memory
+            inputs /= np.sqrt(mean_square[:, :, None] + _LEAST_SQUARE)
         return states
 
     def embed(self, token_ids: TokenIds) -> States:
         """Input rows [n, hidden size] of `token_ids` [n]."""
-        slots = self._slots[token_ids]
-        rows: States = self._rows[slots].astype(np.float32) * self._size
-        rows[slots < 0] = 0.0
+        rows: States = self._rows[self._slots[token_ids]].astype(np.float32) * self._size
         return rows
 
     def logits(self, states: States, scores: States) -> Logits:
