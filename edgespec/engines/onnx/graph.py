@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,7 +111,7 @@ def read_graph(
         _widen_logits(graph)
         drop_dead(graph)
     if own:
-        keep_wanted_rows(graph, path)
+        keep_wanted_rows(graph, path, None if hidden_states else layers_of_ours[-1])
     max_positions = source.max_positions or _rotary_rows(graph, attention or own)
     widths = {value.name: (shape_of(value) or [""])[-1] for value in graph.output}
     vocabulary_size, hidden_size = widths.get(LOGITS), widths.get(HIDDEN)
@@ -412,13 +413,28 @@ def _layer_input(graph: Any, attention: Any, path: Path) -> str:
     return name
 
 
-def keep_wanted_rows(graph: Any, path: Path) -> None:
-    """Limit the head to the rows whose logits are wanted: it takes a large part of a narrow pass."""
+def keep_wanted_rows(graph: Any, path: Path, last_layer: Any = None) -> None:
+    """Limit what follows the caches to the rows whose logits are wanted: the head is much of a narrow pass.
+
+    `last_layer`: the last operator that writes a cache. Behind it all rows of a prompt but one are of no use.
+    """
     from onnx import TensorProto, helper
 
     head = head_of(graph, path)
-    kept = helper.make_node("Gather", [head.input[0], OUTPUT_ROWS], ["wanted_rows"], axis=1, name="keep_wanted_rows")
     place = next(i for i, node in enumerate(graph.node) if node.output[0] == head.output[0])
-    head.input[0] = "wanted_rows"
-    graph.node.insert(place, kept)
+    kept, reading = [head.input[0]], [head]
+    if last_layer is not None:
+        behind = list(graph.node).index(last_layer) + 1
+        known = {name for node in graph.node[:behind] for name in node.output} | {value.name for value in graph.input}
+        read = {name for node in graph.node[behind:] for name in node.input} & known
+        with suppress(CapabilityError):  # where the layer's input is not found
+            if read <= {last_layer.output[0], _layer_input(graph, last_layer, path)}:
+                place, kept, reading = behind, sorted(read), graph.node[behind:]
+    for node in reading:
+        for at, name in enumerate(node.input):
+            if name in kept:
+                node.input[at] = f"{name}/wanted_rows"
+    for name in kept:
+        gather = helper.make_node("Gather", [name, OUTPUT_ROWS], [f"{name}/wanted_rows"], axis=1)
+        graph.node.insert(place, gather)
     graph.input.append(helper.make_tensor_value_info(OUTPUT_ROWS, TensorProto.INT64, ["num_outputs"]))
