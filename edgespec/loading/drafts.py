@@ -40,7 +40,7 @@ LEAST_COST = 0.05  # of a target's pass: what lies between two passes of a tiny 
 BLOCKS, BLOCK_COST = ("dflash", "dspark"), 0.17  # of five layers beside a 1.5B, a token of the first four of a block
 LEAST_GAIN = 1.1  # over plain decoding; lookups, which cost nothing, gain as much
 _LONGEST = 8  # tokens of a draft that are thought of
-_NARROW_BITS = 4.5  # of a weight in Q4_0, which the kernels make of a draft's larger ones
+_NARROW_BITS, _NARROWED_FROM = 4.5, 256 << 20  # of a weight in Q4_0, which the kernels make of a large draft's
 _MOST_NEIGHBOURS = 20
 
 
@@ -243,11 +243,13 @@ def _token_bytes(file: ModelFile, *, is_draft: bool = False) -> float:
     used, count = (header.metadata.get(f"{header.architecture}.{key}") for key in EXPERT_KEYS[1::-1])
     taken = used / count if isinstance(used, int) and isinstance(count, int) and count else 1.0
     has_head = any(tensor.name == "output.weight" for tensor in header.tensors)
-    is_narrow = is_draft and has_fast_kernels() and runs_on_kernels(file.path)
+    is_large = file.all_bytes >= _NARROWED_FROM
+    is_narrow = is_draft and is_large and has_fast_kernels() and runs_on_kernels(file.path)
     for tensor in header.tensors:
         is_table = tensor.name.endswith("token_embd.weight")
         if not (is_table and has_head):
-            narrow = math.prod(tensor.shape) * _NARROW_BITS / 8 if is_narrow and not is_table else math.inf
+            is_narrowed = is_narrow and not is_table and tensor.name != "output.weight"
+            narrow = math.prod(tensor.shape) * _NARROW_BITS / 8 if is_narrowed else math.inf
             found += min(tensor.num_bytes, narrow) * (taken if "_exps." in tensor.name else 1.0)
     return found
 
