@@ -311,16 +311,17 @@ class AutoController(Controller):
         state, rate, best = self._states[paid.drafter], decided.prices.rate, decided.best
         gained = -rate * min(paid.seconds, (1.0 + c.LATE) * paid.expected_s)
         if record.drafter == paid.drafter:
-            gained += record.accepted_tokens - rate * rows_s - (0.0 if best is None else best.gain)
+            pass_s = rows_s + self.costs.round_s
+            gained += record.accepted_tokens - rate * pass_s - (0.0 if best is None else best.gain)
         paid.cost.observe(paid.draft.num_tokens, paid.num_uncached, paid.seconds)
         net = paid.gain - rate * paid.cost.of(paid.draft.num_tokens, 0)
         state.asked(net if self.costs.curve.is_sure_of_rows else None)
         state.allow(gained)
 
     def _allow(self, num_tokens: float) -> None:
-        """The bank's share of what plain decoding does in `num_tokens` passes may be lost on each paid drafter."""
+        """A share of what plain decoding does in `num_tokens` passes may be lost on each paid drafter."""
         for name in self._paid:
-            self._states[name].allow(self.bank.share * num_tokens)
+            self._states[name].allow(min(self.bank.share, c.PAID_SHARE) * num_tokens)
 
     def _learn_unused(self, decided: Round, proposal: Proposal, verdict: Verdict, start: int) -> None:
         """Keep the drafts that were not verified, and learn from those that the text decides by now."""

@@ -20,6 +20,7 @@ RATE_MEMORY = 0.95  # decay per round of the running rate of tokens, and per dra
 # -- choosing among drafters (choice, auto, pool)
 LONG_PROMPT = 256  # tokens of a prompt from which on it is taken for one about a given text
 PROBE_EVERY = 10  # rounds without a draft of a paid drafter until it is tried again
+PAID_SHARE = 0.012  # of the time of decoding without it, that a paid drafter may lose at most
 TRIAL_TOKENS, MOST_TRIAL_TOKENS = 3.5, 12.0  # what a paid drafter may lose at first; most that it may save for later
 KNOWN_DRAFTS = 3  # drafts until what a paid drafter gains is more than a guess
 READING_ROUNDS = 16  # rounds over which a paid drafter's reading of missed text is spread
