@@ -14,6 +14,7 @@ own width, less of similar ones, and of all those of which nothing else is known
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Self, TypeAlias
 
@@ -211,8 +212,8 @@ def guessed_plain_s(weight_bytes: int) -> float:
 class DraftCost:
     """Seconds that a drafter takes: `token_s` per drafted token, `read_s` per committed token that it must read first.
 
-    `is_relative`: both are in units of a plain pass of the target, which has not been timed yet. `is_once`: `token_s`
-    is of a whole draft, whatever its length.
+    `is_relative`: both are guessed shares of the target's plain pass until a draft was timed. `is_once`: `token_s` is
+    of a whole draft, whatever its length.
     """
 
     token_s: float = 0.0
@@ -220,18 +221,23 @@ class DraftCost:
     is_relative: bool = False
     is_once: bool = False
     num_seen: int = field(default=0, init=False)  # drafts that were timed
+    _plain_s: float = field(default=1.0, init=False)  # the plain pass that a guess is a share of
     _among: dict[int, DraftCost] = field(default_factory=dict, init=False)
 
     @classmethod
     def guessed(cls, share: float, *, is_once: bool = False) -> Self:
-        """Of a draft model or head with `share` of its target's weights, relative until `scale`."""
+        """Of a draft model or head with `share` of its target's weights, in plain passes until `scale`."""
         token = min(0.03 + c.DRAFT_SHARE * share, 1.0)
         return cls(token, c.READ_SHARE * token, is_relative=True, is_once=is_once)
 
     def scale(self, plain_s: float) -> None:
-        """A plain pass takes `plain_s`: convert to seconds."""
+        """A plain pass takes `plain_s` now: a guess follows it.
+
+        Kept as the first passes had it, which are late on a busy machine, it would look dear and never be tried.
+        """
         if self.is_relative:
-            self.token_s, self.read_s, self.is_relative = self.token_s * plain_s, self.read_s * plain_s, False
+            change = plain_s / self._plain_s
+            self.token_s, self.read_s, self._plain_s = self.token_s * change, self.read_s * change, plain_s
 
     def among(self, num_sequences: int) -> DraftCost:
         """The cost to one of `num_sequences` that draft together: its share of their passes, a guess until timed."""
@@ -239,7 +245,8 @@ class DraftCost:
             return self
         if num_sequences not in self._among:
             share = (1.0 + c.SHARED_DRAFT_ROW * (num_sequences - 1)) / num_sequences
-            self._among[num_sequences] = DraftCost(self.token_s * share, self.read_s, is_once=self.is_once)
+            self._among[num_sequences] = among = copy(self)
+            among.token_s, among.num_seen, among._among = self.token_s * share, 0, {}
         return self._among[num_sequences]
 
     @property
@@ -263,7 +270,7 @@ class DraftCost:
         if num_uncached > 4 * num_tokens and self.token_s:
             self.read_s = moved(self.read_s, max(seconds - self.of(num_tokens, 0), 0.0) / num_uncached)
         elif num_uncached <= 2 * num_tokens + 2:
-            self.num_seen += 1
+            self.num_seen, self.is_relative = self.num_seen + 1, False
             own_s = max(seconds - num_uncached * self.read_s, 0.1 * seconds)
             token_s = own_s if self.is_once else own_s / num_tokens
             self.token_s = moved(self.token_s, token_s, max(1.0 / (self.num_seen + 1), c.COST_RATE))

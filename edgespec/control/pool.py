@@ -113,6 +113,7 @@ class DrafterPool:
         cost = DraftCost.guessed(share, is_once=drafter.costs_once)
         if target.device.startswith("rpc"):  # a pass of it waits for the network, which a draft does not
             cost.scale(guessed_plain_s(target.weight_bytes))
+            cost.is_relative = False
         return cost
 
     @property
@@ -243,7 +244,7 @@ class DrafterPool:
         if kept := curve.to_json():
             disk_cache.put("learnt costs", self._target_key, kept)
         for name in self.drafters.keys() & drafts.keys():
-            if (cost := drafts[name]).num_seen and not cost.is_relative:
+            if (cost := drafts[name]).num_seen:
                 disk_cache.put("draft costs", self._learnt_key(name), [cost.token_s, cost.read_s])
         for name, controller in controllers.items():
             disk_cache.put("learnt", self._learnt_key(name), controller.to_json())

@@ -102,10 +102,10 @@ class RunCosts:
 
     def draft(self, name: str) -> DraftCost:
         """What a drafter's tokens cost, given the sequences that share the next passes."""
-        cost = self.drafts[name]
-        if cost.is_relative and self.curve.is_scaled:
+        cost = self.drafts[name].among(self._sharing[0])
+        if self.curve.is_scaled:
             cost.scale(self.curve.at(1))
-        return cost.among(self._sharing[0])
+        return cost
 
     def plain_s(self) -> float:
         """Seconds of a plain pass, or one sequence's share of it."""
@@ -170,9 +170,13 @@ class RunCosts:
         return [plain_s + added_s * (width - 1) / max(drafted, 1) for width in widths]
 
     def observe_round(self, num_tokens: int, seconds: float) -> float:
-        """A round of `num_tokens` took `seconds` besides drafting and its pass; returns the part due to speculation."""
+        """A round of `num_tokens` took `seconds` besides drafting and its pass; returns the part due to speculation.
+
+        A stall is not the rounds' fault: if the first one's were believed, no other draft might ever seem to pay.
+        """
         extra_s = max(seconds - num_tokens * self.choosing_s, 0.0)
-        self.round_s = moved(self.round_s, max(extra_s, 1e-7))
+        on_time_s = (1.0 + c.LATE) * self.round_s + c.LATE * self.plain_s()
+        self.round_s = moved(self.round_s, max(min(extra_s, on_time_s), 1e-7))
         return extra_s
 
 

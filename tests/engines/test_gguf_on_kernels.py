@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 
 import numpy as np
+import onnx
 import pytest
 
 import edgespec
@@ -16,6 +17,7 @@ from edgespec.config.options import LoadOptions
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.onnx import OnnxEngine
+from edgespec.engines.onnx.graph import OUTPUT_ROWS, OWN_ATTENTION, read_graph
 from edgespec.engines.onnx.source import GgufFile, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
@@ -52,6 +54,20 @@ def test_a_model_in_several_files_is_the_model(engine, tmp_path):
     others[-1].write_bytes(others[-1].read_bytes()[:-1])
     with pytest.raises(ModelFileError, match=others[-1].name):
         edgespec.load(first)
+
+
+@pytest.mark.parametrize("hidden_states", [False, True])
+def test_behind_the_last_cache_only_wanted_rows_are_computed(hidden_states):
+    """Of a prompt that is all rows but one; where the rows' states are asked for, the vocabulary's alone."""
+    read = read_graph(open_source(TARGET), cells=64, hidden_states=hidden_states)
+    nodes = onnx.load_from_string(read.serialised).graph.node
+    behind = max(at for at, node in enumerate(nodes) if node.op_type == OWN_ATTENTION) + 1
+    cut = next(at for at, node in enumerate(nodes) if OUTPUT_ROWS in node.input)
+    assert cut > behind + 2 if hidden_states else cut == behind
+    cutting = [node for node in nodes[cut:] if OUTPUT_ROWS in node.input]
+    reading = [node for node in nodes[cut:] if node not in cutting]
+    before = {name for node in nodes[:cut] for name in node.output}
+    assert hidden_states or not before & {name for node in reading for name in node.input}
 
 
 def test_a_row_has_the_same_bits_in_passes_of_all_widths(engine):
