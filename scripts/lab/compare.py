@@ -48,6 +48,7 @@ from peers.report import AGAIN, Cell, Journal, markdown, tuned_key
 from trainlib.public_data import library_functions
 
 NUM_TUNING = 2
+GROUPS_OF_A_PROCESS = 10  # until all start anew: one process may be slower than another for its whole life
 EACH_ASKS = 3  # questions of each of several clients, one after the other
 FOLDERS = re.compile(r"(?<![^=,])/\S*/")  # of a path, which reports leave out
 KINDS, ROLES = ("spec-bench", "edits"), ("target", "draft", "heads")
@@ -121,11 +122,16 @@ class Comparison:
                 )
                 self._tune(cell, questions)
                 for number, group in enumerate(groups, 1):
+                    if number % GROUPS_OF_A_PROCESS == 1:
+                        self._close()
                     self._measure(cell, group, questions)
                     say(f"{self.name}, temperature {temperature:g}: {number} of {len(groups)}")
         finally:
-            for child in self._children.values():
-                child.close()
+            self._close()
+
+    def _close(self) -> None:
+        while self._children:
+            self._children.popitem()[1].close()
 
     def _encoded(self) -> tuple[list[tuple[str, list[int]]], list[tuple[str, list[int]]]]:
         """(kind, token ids) of the prompts; edgespec encodes them for all."""
