@@ -23,6 +23,7 @@ from edgespec.control.confidence import Predictor
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost, moved
 from edgespec.types import Draft, Evidence
 
+_MOST_FIRST_ROUND = 2.0  # plain passes that the first speculative round's overhead counts for
 _WIDTHS = c.MAX_AUTO_LENGTH + c.FORESIGHT + 2  # that have prices
 
 
@@ -42,9 +43,7 @@ class RunCosts:
     """What passes, drafts and rounds cost with the threads in use, and how many tokens per second the run earns.
 
     `curve`: the target's passes; `drafts`: each drafter's tokens; `threads`: the number that both were learnt with;
-    `splits`: the engine runs a pass with different numbers of rows of several sequences as several passes. `round_s`:
-    the overhead of a speculative round beyond its draft, its pass and choosing its tokens: negligible beside a large
-    model's pass, and longer than a tiny one's.
+    `splits`: the engine runs a pass with different numbers of rows of several sequences as several passes.
     """
 
     def __init__(
@@ -52,7 +51,8 @@ class RunCosts:
     ) -> None:
         self.curve, self.drafts, self.splits = curve, dict(drafts), splits
         self.usual = self.curve, self.drafts  # with this number of threads
-        self.round_s = self.choosing_s = 0.0  # the overhead of a round; choosing one token when nothing is drafted
+        self.choosing_s = 0.0  # choosing one token when nothing is drafted
+        self._round_s, self._num_rounds = 0.0, 0
         self._known: dict[int, tuple[CostCurve, dict[str, DraftCost]]] = {}  # by threads
         self._threads = threads  # of the costs in use
         self._tokens, self._seconds = 0.0, 0.0  # of recent rounds, decaying
@@ -106,6 +106,16 @@ class RunCosts:
         if self.curve.is_scaled:
             cost.scale(self.curve.at(1))
         return cost
+
+    @property
+    def round_s(self) -> float:
+        """What a speculative round takes beyond its draft, its pass and choosing its tokens, in seconds.
+
+        That is negligible beside a large model's pass, and longer than a tiny one's. The first round may have waited
+        for the machine: if it were believed, no draft might ever seem to pay again.
+        """
+        most_s = math.inf if self._num_rounds >= c.KNOWN_AFTER else _MOST_FIRST_ROUND * self.plain_s()
+        return min(self._round_s, most_s)
 
     def plain_s(self) -> float:
         """Seconds of a plain pass, or one sequence's share of it."""
@@ -170,13 +180,11 @@ class RunCosts:
         return [plain_s + added_s * (width - 1) / max(drafted, 1) for width in widths]
 
     def observe_round(self, num_tokens: int, seconds: float) -> float:
-        """A round of `num_tokens` took `seconds` besides drafting and its pass; returns the part due to speculation.
-
-        A stall is not the rounds' fault: if the first one's were believed, no other draft might ever seem to pay.
-        """
-        extra_s = max(seconds - num_tokens * self.choosing_s, 0.0)
-        on_time_s = (1.0 + c.LATE) * self.round_s + c.LATE * self.plain_s()
-        self.round_s = moved(self.round_s, max(min(extra_s, on_time_s), 1e-7))
+        """A round of `num_tokens` took `seconds` besides drafting and its pass; returns the part due to speculation."""
+        extra_s = max(seconds - num_tokens * self.choosing_s, 1e-7)
+        self._num_rounds += 1
+        is_second = self._num_rounds == c.KNOWN_AFTER
+        self._round_s = min(self._round_s, extra_s) if is_second else moved(self._round_s, extra_s)
         return extra_s
 
 

@@ -244,10 +244,9 @@ def test_a_stall_of_the_first_round_is_not_what_rounds_take() -> None:
     costs = RunCosts(CostCurve(0.02), {})
     costs.choosing_s = 0.001
     assert costs.observe_round(2, 0.5) == pytest.approx(0.498), "but it is charged"
-    assert 0 < costs.round_s <= 0.01
-    for _ in range(100):
-        costs.observe_round(2, 0.032)
-    assert costs.round_s == pytest.approx(0.03, rel=0.01), "rounds that always take long are believed"
+    assert costs.round_s == pytest.approx(0.04)
+    costs.observe_round(2, 0.102)
+    assert costs.round_s == pytest.approx(0.1), "rounds that always take long are believed"
 
 
 def test_a_late_first_pass_is_believed_in_part_only() -> None:
@@ -291,7 +290,7 @@ def test_a_heads_cost_is_a_guess_until_it_drafted_and_then_kept(
             cost = model.drafters.costs.drafts["eagle"]
             assert cost.is_relative is is_first and cost.token_s > 0 and cost.read_s > 0
             options = edgespec.GenerateOptions(max_tokens=40, ignore_eos=True)
-            for _ in range(20):  # on a busy machine the bank may not let `auto` try them in the first answers
+            for _ in range(100):  # on a busy machine the bank may not let `auto` try them in the first answers
                 model.generate("one two one two one two", options=options)
                 if cost.num_seen:
                     break

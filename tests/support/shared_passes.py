@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.config.options import LoadOptions
+from edgespec.control.auto import AutoController
 from edgespec.drafters.model import ModelDrafter
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.generation.batching import ContinuousBatch
@@ -58,9 +60,8 @@ def shared_model(
     draft = made.related(sigma=sigma).costing(clock, ratios, DRAFT_SHARE * PASS_S, 10_000_000)
     target = made.costing(clock, ratios, PASS_S, 100_000_000)
     pair = ModelPair("table", {"target": ModelFile(path), "draft": ModelFile(path)})
-    model = Model(LoadOptions(parallel=count), pair, target, {"model": ModelDrafter(draft)})
-    model.drafters._automatic_one("auto")._clock = clock
-    return model, clock
+    patch.setattr(AutoController, "__init__", partialmethod(AutoController.__init__, clock=clock))
+    return Model(LoadOptions(parallel=count), pair, target, {"model": ModelDrafter(draft)}), clock
 
 
 def rate(
