@@ -127,7 +127,7 @@ class AutoController(Controller):
                 drafter.begin(prompt_ids)
         self._unused.clear()
         self._left_out &= self._dropped  # what failed in the last one may be asked again
-        self._round, self._is_new, self._was_wide, self._prefill_s = None, True, False, prefill_s
+        self._round, self._is_new, self._was_wide, self._resting, self._prefill_s = None, True, False, 0, prefill_s
         self.bank.open(2 * c.START_PASSES * self.costs.curve.at(1), prefill_s)
 
     # -- deciding
@@ -143,8 +143,15 @@ class AutoController(Controller):
         if not costs.curve.is_sure_of_plain:
             return NOTHING  # all costs are relative to plain decoding's, so that is timed first
         prices = costs.prices()
+        if self._resting:
+            bank.settle(self._resting, self._resting * prices.pass_s[1], prices.pass_s[1])
+            self._resting = 0
         most = min(request.max_tokens, c.MAX_AUTO_LENGTH, costs.most_rows - 1)
-        if most < 1 or not bank.can_pay(prices.pass_s[2], prices.pass_s[1]):
+        if most < 1:
+            return NOTHING
+        if not bank.can_pay(prices.pass_s[2], prices.pass_s[1]):
+            if not costs.is_shared:  # beside others a pass takes longer than what is saved
+                self._resting = bank.rest(prices.pass_s[2], prices.pass_s[1])
             return NOTHING
         request = request.at_most(most)
         self._round = decided = self._expected(request, prices)
@@ -321,7 +328,7 @@ class AutoController(Controller):
     def _allow(self, num_tokens: float) -> None:
         """A share of what plain decoding does in `num_tokens` passes may be lost on each paid drafter."""
         for name in self._paid:
-            self._states[name].allow(min(self.bank.share, c.PAID_SHARE) * num_tokens)
+            self._states[name].allow(self.bank.share * num_tokens)
 
     def _learn_unused(self, decided: Round, proposal: Proposal, verdict: Verdict, start: int) -> None:
         """Keep the drafts that were not verified, and learn from those that the text decides by now."""

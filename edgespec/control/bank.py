@@ -13,11 +13,14 @@ log2(4 * S / plain) + 2 + n / 1024 are excused, so a drafter that is always late
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from edgespec.control import constants as c
+
+_MOST_REST = 32  # plain rounds; one is timed between such rests
 
 
 @dataclass(slots=True)
@@ -38,6 +41,14 @@ class TimeBank:
     def can_pay(self, round_s: float, plain_s: float) -> bool:
         """Whether the bank can pay a round of `round_s` for one token, which takes `plain_s` in plain decoding."""
         return self.balance_s + (1.0 + self.share) * plain_s >= round_s
+
+    def rest(self, round_s: float, plain_s: float) -> int:
+        """How many plain rounds it takes until the bank can pay as in `can_pay`, up to 32.
+
+        Deciding takes time too, in which nothing would be saved where a pass takes hardly longer.
+        """
+        credit_s, lacking_s = self.share * plain_s, round_s - (1.0 + self.share) * plain_s - self.balance_s
+        return math.ceil(min(lacking_s / credit_s, _MOST_REST)) if credit_s else _MOST_REST
 
     def longest(self, most: int, round_s: Callable[[int], float], plain_s: float) -> int:
         """Tokens of the longest draft, up to `most`, that half of the balance can pay, or else all of it.

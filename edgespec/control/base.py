@@ -35,6 +35,7 @@ class Controller(ABC):
     def __init__(self) -> None:
         self._asked = ""  # the drafter that drafts
         self._left_out, self._dropped = set[str](), set[str]()  # until `begin`, and for good
+        self._resting = 0  # plain rounds that come next
 
     @abstractmethod
     def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None) -> None:
@@ -59,6 +60,10 @@ class Controller(ABC):
         """These drafters were closed: leave them out for good."""
         self._dropped.update(names)
         self._left_out.update(names)
+
+    def rest(self) -> int:
+        """How many rounds to decode plainly before it is asked again: it may not draft in them, nor learns anything."""
+        return self._resting
 
     @abstractmethod
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:

@@ -20,7 +20,6 @@ RATE_MEMORY = 0.95  # decay per round of the running rate of tokens, and per dra
 # -- choosing among drafters (choice, auto, pool)
 LONG_PROMPT = 256  # tokens of a prompt from which on it is taken for one about a given text
 PROBE_EVERY = 10  # rounds without a draft of a paid drafter until it is tried again
-PAID_SHARE = 0.012  # of the time of decoding without it, that a paid drafter may lose at most
 TRIAL_TOKENS, MOST_TRIAL_TOKENS = 3.5, 12.0  # what a paid drafter may lose at first; most that it may save for later
 KNOWN_DRAFTS = 3  # drafts until what a paid drafter gains is more than a guess
 READING_ROUNDS = 16  # rounds over which a paid drafter's reading of missed text is spread
@@ -39,7 +38,7 @@ LIKENESS = 0.35  # octaves of further rows over which the influence of a pass on
 MOST_SURPRISE = 0.3  # largest deviation that a single pass counts for, in logarithms of its time
 COST_RATE, MOST_DRAFT_SURPRISE = 0.1, 2.0  # learning rate per draft or round; largest surprise, in logarithms
 FIRST_ROW, GUESS_PASSES = 0.2, 0.25  # prior cost of another row in plain passes, and how many passes it counts for
-KNOWN_AFTER = 2  # passes over several rows until what a row costs is more than a guess
+KNOWN_AFTER = 2  # passes over several rows, or rounds, until what these cost is more than a guess
 MOST_ROW = 2.0  # largest cost of a row, in plain passes, that one pass may suggest; and that times what was believed
 SHARED_DRAFT_ROW = 0.45  # of a draft token's time, that another sequence adds to a pass of the draft that they share
 HEAD_SHARE = 0.12  # of the target's weights, that a draft head reads for a token

@@ -192,8 +192,7 @@ class DrafterPool:
             if shared is not None:
                 names = [each for each in names if each in shared.drafters and self._can_have(each)]
             drafters |= {each: self.drafter(each) for each in names}
-            share, usual = self._options.max_slowdown, self._target.engine.facts.max_slowdown
-            found = AutoController(drafters, self.costs, usual if share is None else share, first=shared)
+            found = AutoController(drafters, self.costs, self._options.max_slowdown, first=shared)
             if shared is None:
                 found.restore(disk_cache.get("learnt", self._learnt_key(name)))
             self._automatic[name] = found

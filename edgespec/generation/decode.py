@@ -10,6 +10,7 @@ The loop itself (`steps`) asks for each pass, of the target or of a draft model,
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from dataclasses import replace
 from time import perf_counter
@@ -57,9 +58,10 @@ def steps(run: Run, controller: Controller | None = None, rule: Rule | None = No
             yield from _speculative_rounds(run, controller, rule, pending_id)
 
 
-def _plain_rounds(run: Run, pending_id: int) -> Steps[None]:
-    """One pass per token, until the end."""
-    while run.stats.finish_reason is None:
+def _plain_rounds(run: Run, pending_id: int, most: int = sys.maxsize) -> Steps[int]:
+    """One pass per token, until the end or `most` times; the token that comes next."""
+    while most and run.stats.finish_reason is None:
+        most -= 1
         run.keep_within_memory()
         logits, pass_s = yield from _score(run, pending_id, EMPTY_DRAFT)
         run.target.keep(pending_id, EMPTY_DRAFT, ())
@@ -68,6 +70,7 @@ def _plain_rounds(run: Run, pending_id: int) -> Steps[None]:
         pending_id = run.sampler.pick(run.sampler.distribution(logits[0], run.target.token_ids), position)
         yield from run.emit(pending_id, position, logits[0])
         run.look_again(logits)
+    return pending_id
 
 
 def _speculative_rounds(run: Run, controller: Controller, rule: Rule, pending_id: int) -> Steps[None]:
@@ -96,6 +99,8 @@ def _speculative_rounds(run: Run, controller: Controller, rule: Rule, pending_id
         pending_id = verdict.next_token_id
         yield from run.emit(pending_id, position, logits[row])
         run.look_again(logits, verdict.accepted_nodes)
+        if resting := controller.rest():
+            pending_id = yield from _plain_rounds(run, pending_id, resting)
 
 
 def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule) -> Steps[tuple[Proposal, float]]:

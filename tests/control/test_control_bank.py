@@ -56,6 +56,15 @@ def test_what_rounds_do_to_the_balance() -> None:
     assert bank.balance_s == pytest.approx(0.8)
 
 
+def test_it_rests_until_it_can_pay_or_for_32_rounds() -> None:
+    bank = TimeBank(share=0.1, balance_s=0.0)
+    assert bank.rest(round_s=2.0, plain_s=1.0) == 9
+    bank.settle(num_tokens=9, round_s=9.0, plain_s=1.0)
+    assert bank.can_pay(2.0, 1.0) and not bank.can_pay(2.1, 1.0)
+    assert bank.rest(round_s=9.0, plain_s=1.0) == 32
+    assert TimeBank(share=0.0, balance_s=0.0).rest(2.0, 1.0) == 32
+
+
 def test_the_bound_holds_for_any_policy_that_asks_the_bank() -> None:
     """10^4 random games: whoever asks before each round never falls behind, whatever then comes of it."""
     rng = random.Random(0)
@@ -71,7 +80,9 @@ def test_the_bound_holds_for_any_policy_that_asks_the_bank() -> None:
             if bank.can_pay(round_s, plain_s):
                 gained = 1 if rng.random() < 0.8 else rng.randrange(1, 6)
             else:
-                gained, round_s = 1, plain_s
+                rests, gained, round_s = bank.rest(round_s, plain_s), 1, plain_s
+                bank.settle(rests, rests * plain_s, plain_s)
+                elapsed_s, tokens = elapsed_s + rests * plain_s, tokens + rests
             bank.settle(gained, round_s, plain_s)
             elapsed_s, tokens = elapsed_s + round_s, tokens + gained
             assert elapsed_s <= (1.0 + share) * tokens * plain_s + start_s + TOLERANCE_S

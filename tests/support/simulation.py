@@ -258,6 +258,11 @@ def simulate(
         controller.observe(proposal, verdict, record)
         records.append(record)
         position += accepted + 1
+        for _ in range(min(controller.rest(), int(text.token_ids.size) - position)):
+            verify_s = machine.seconds(1, clock())
+            clock.now_s += verify_s
+            records.append(RoundRecord(position, None, 0, 0, (), 0.0, verify_s))
+            position += 1
     return records
 
 
