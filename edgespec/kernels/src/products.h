@@ -215,10 +215,10 @@ template <Type kType>
 void product_of(const uint8_t* tiles, int64_t n, int64_t k, const uint8_t* activations, int rows, float* y, int64_t stride,
                 const float* bias, int64_t first, int64_t last) {
   constexpr Format f = format(kType);
-  constexpr int64_t chunk = f.is_super() ? 1 : f.is_float() ? 64 : 8;  // blocks that all rows meet before the next ones
+  const int parts = (rows + Lanes::kRows - 1) / Lanes::kRows;
   const int64_t blocks = k / f.inputs, row_bytes = f.is_float() ? k * 4 : activation_bytes(f.inputs),
                 block_bytes = f.is_float() ? 4 : rows * row_bytes;
-  const int parts = (rows + Lanes::kRows - 1) / Lanes::kRows;
+  const int64_t chunk = parts == 1 ? blocks : f.is_super() ? 1 : f.is_float() ? 64 : 8;  // that all rows meet before the next
   alignas(64) float sums[kRowBlock * kOutputs];
   for (int64_t t = first; t < last; t++) {
     memset(sums, 0, sizeof(float) * kOutputs * size_t(rows));
