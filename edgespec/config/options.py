@@ -89,7 +89,7 @@ class LoadKeywords(TypedDict, total=False):
     memory: str | int | None
     drafter: DrafterName
     draft_length: DraftLength
-    max_slowdown: float | None
+    max_slowdown: float
     verify: RuleName
     reproducible: bool | None
     corpus: bool
@@ -197,10 +197,10 @@ class LoadOptions:
         "Draft tokens per step",
         check=_or_auto(0, MAX_DRAFT_LENGTH),
     )
-    max_slowdown: float | None = _speculation(
-        None,
+    max_slowdown: float = _speculation(
+        0.02,
         "--max-slowdown SHARE",
-        "Caps the time that speculation can lose, as a share [0.02; 0.1 with AVX-512 VNNI]",
+        "Caps the time that speculation can lose, as a share",
         check=number(0, 1, is_whole=False),
     )
     verify: RuleName = _speculation("coupled", "--verify", "Rule that accepts or rejects draft tokens")

@@ -19,7 +19,6 @@ from edgespec.types import Batch, Logits, PoolingName, TokenIds
 from edgespec.vocabulary import Vocabulary
 
 EVERY_WIDTH_TO = 33  # rows of a pass: all widths up to here are tried for a class; prompts use these and the widest
-USUAL_SLOWDOWN = 0.02  # share of plain decoding's time that speculation may lose
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,6 @@ class EngineFacts:
     prompt_block: int = 0  # with a narrow class, most rows of a pass that reads a prompt; 0: these keep to the class
     can_pack: bool = False  # rows of several sequences may share a pass; with a pinned class each keeps its bits
     splits_passes: bool = False  # it runs as several passes where these have different numbers of rows
-    max_slowdown: float = USUAL_SLOWDOWN  # as the option, where the user does not say
     own_cells: bool = False  # each sequence has cells of its own, so that its passes do not look at others'
     notes: tuple[str, ...] = ()  # what the user should know about this load
     placement: str = ""  # devices' own names and how much of the model is on each; empty: all of it is on the CPU

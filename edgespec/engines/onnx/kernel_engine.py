@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import USUAL_SLOWDOWN, check_threads
+from edgespec.engines.base import check_threads
 from edgespec.engines.booked import Checkpoints, SequenceRows
 from edgespec.engines.model_use import DEFAULT_CONTEXT, MOST_CHECKPOINTS
 from edgespec.engines.onnx.graph import OUTPUT_ROWS, Graph, read_graph
@@ -26,22 +26,9 @@ from edgespec.engines.onnx.source import GgufFile, GraphSource
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import BatchError, CapabilityError, StateError
 from edgespec.formats.onnx.tiles import CACHE, FEATURES, ROWS, STATES
-from edgespec.kernels.interface import (
-    CHUNK,
-    NO_FLOOR,
-    KernelCache,
-    KernelStates,
-    StateSizes,
-    kernels,
-    path,
-    states_bytes,
-)
+from edgespec.kernels.interface import CHUNK, NO_FLOOR, KernelCache, KernelStates, StateSizes, kernels, states_bytes
 from edgespec.types import Batch, Logits, TokenIds
 from edgespec.vocabulary import Vocabulary
-
-# Where plain decoding was measured to be 1.2 times as fast as llama.cpp's and more (docs/kernels.md), speculation may
-# lose some of that; on other processors the lead is not known.
-LEADING_PATH, LEADING_SLOWDOWN = "avx512-vnni", 0.1
 
 
 class KernelEngine(SessionEngine):
@@ -72,7 +59,6 @@ class KernelEngine(SessionEngine):
             kv_bytes_per_token=self._cache.bytes_per_token,
             pinned_class=(1, settings.max_batch),
             row_cost=0.05,
-            max_slowdown=LEADING_SLOWDOWN if path() == LEADING_PATH else USUAL_SLOWDOWN,
             can_pack=slots > 1,
         )
         self.source, self._threads = source, settings.threads
