@@ -17,10 +17,11 @@ from edgespec.config.options import LoadOptions
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.onnx import OnnxEngine
-from edgespec.engines.onnx.graph import OUTPUT_ROWS, OWN_ATTENTION, read_graph
+from edgespec.engines.onnx.graph import OUTPUT_ROWS, read_graph
 from edgespec.engines.onnx.source import GgufFile, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
+from edgespec.formats.onnx.tiles import ATTENTION
 from edgespec.loading.requirements import resolve_pair
 from edgespec.types import Batch
 from lossless import assert_same_text
@@ -61,7 +62,7 @@ def test_behind_the_last_cache_only_wanted_rows_are_computed(hidden_states):
     """Of a prompt that is all rows but one; where the rows' states are asked for, the vocabulary's alone."""
     read = read_graph(open_source(TARGET), cells=64, hidden_states=hidden_states)
     nodes = onnx.load_from_string(read.serialised).graph.node
-    behind = max(at for at, node in enumerate(nodes) if node.op_type == OWN_ATTENTION) + 1
+    behind = max(at for at, node in enumerate(nodes) if node.op_type == ATTENTION) + 1
     cut = next(at for at, node in enumerate(nodes) if OUTPUT_ROWS in node.input)
     assert cut > behind + 2 if hidden_states else cut == behind
     cutting = [node for node in nodes[cut:] if OUTPUT_ROWS in node.input]
