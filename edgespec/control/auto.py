@@ -145,6 +145,7 @@ class AutoController(Controller):
         prices = costs.prices()
         if self._resting:
             bank.settle(self._resting, self._resting * prices.pass_s[1], prices.pass_s[1])
+            self._allow(self._resting)
             self._resting = 0
         most = min(request.max_tokens, c.MAX_AUTO_LENGTH, costs.most_rows - 1)
         if most < 1:
