@@ -1,11 +1,11 @@
-"""The decoding loop: prefill, then rounds of draft, verify and accept. A generator of token events.
+"""The decoding loop (`steps`): prefill, then rounds of draft, verify and accept, or plain ones.
 
-`autoregressive` is the non-speculative baseline: one pass per token. `speculative` emits the same tokens under the
-coupled rule, and the same distribution under the rejection and block rules. Both leave the cache consistent at every
-`yield`, so a caller may stop at any time. This file does not depend on a specific engine or drafter.
+Under the coupled rule speculation emits the same tokens as plain decoding, under the rejection and block rules the same
+distribution. A drafter that fails is disabled for the rest of the answer. The cache is consistent at every `yield`, so
+a caller may stop at any time. This file does not depend on a specific engine or drafter.
 
-The loop itself (`steps`) asks for each pass, of the target or of a draft model, and is given its logits.
-`answered` runs them at once; `batching` packs those of several sequences into one. `run_state` holds the state.
+The loop asks for each pass, of the target or of a draft model, and is given its logits: `batching` packs those of
+several sequences into one. `run_state` holds the state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from edgespec.control.base import NOTHING, Controller, Proposal
 from edgespec.drafters.base import DraftRequest
-from edgespec.engines.sequence import PassRequest, answered
+from edgespec.engines.sequence import PassRequest
 from edgespec.errors import Cancelled, EdgespecError, EngineError
 from edgespec.generation.run_state import Run
 from edgespec.reports import RoundRecord, TokenEvent
@@ -30,20 +30,6 @@ from edgespec.types import EMPTY_DRAFT, Distribution, Draft, Logits, TokenIds, V
 Returned = TypeVar("Returned")
 Steps = Generator[TokenEvent | PassRequest, Any, Returned]
 """Events, and passes to be run: each of these is answered with its logits."""
-
-
-def autoregressive(run: Run) -> Generator[TokenEvent, None, None]:
-    """Plain decoding: one token per target pass."""
-    return answered(steps(run))
-
-
-def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[TokenEvent, None, None]:
-    """Rounds of draft, verify, accept. Under rule coupled it emits the same tokens as `autoregressive`.
-
-    Under the other lossless rules it samples from the same distribution. A drafter that fails is disabled for the rest
-    of the answer; decoding continues without it.
-    """
-    return answered(steps(run, controller, rule))
 
 
 def steps(run: Run, controller: Controller | None = None, rule: Rule | None = None) -> Steps[None]:

@@ -22,10 +22,9 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence, Passes
-from edgespec.generation.decode import autoregressive, speculative
 from edgespec.sampling.acceptance import RULES
 from edgespec.types import Batch, Draft, Logits, Verdict
-from lossless import PLAIN, VOCABULARY, run_of
+from lossless import PLAIN, VOCABULARY, autoregressive, run_of, speculative
 from simulation import known_curve
 from table_engine import TableEngine
 from tiny_heads import drafter_of, table_heads

@@ -20,7 +20,6 @@ from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError, ConfigError, EngineError
-from edgespec.generation.decode import speculative
 from edgespec.generation.run_state import Run
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.constraint.grammar import Grammar, compiled
@@ -29,7 +28,7 @@ from edgespec.sampling.constraint.state import Constraint, Constraints, Mask
 from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft
-from lossless import ALPHA_1E6, PLAIN, chi_square_score
+from lossless import ALPHA_1E6, PLAIN, chi_square_score, speculative
 from table_engine import TableEngine
 
 SIZE = 7

@@ -16,7 +16,6 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import PromptError, VocabularyMismatch
 from edgespec.generation import run_state
-from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.reports import RoundRecord
 from edgespec.sampling.acceptance import RULES, Rule, coupled
@@ -24,6 +23,7 @@ from edgespec.sampling.sampler import NoTokenLeft, Sampler
 from edgespec.sampling.stopping import StopRules, TextStream
 from edgespec.types import TokenIds, Verdict
 from edgespec.vocabulary import check_same_vocabulary
+from lossless import autoregressive, speculative
 from table_engine import Struck, TableEngine, Words
 
 PROMPT = np.array([0, 1, 2], np.int32)

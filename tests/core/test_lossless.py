@@ -29,7 +29,6 @@ from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import EngineError
 from edgespec.formats.manifest import read_pair
-from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.reports import TokenEvent
 from edgespec.sampling.acceptance import RULES, coupled
@@ -38,7 +37,19 @@ from edgespec.sampling.constraint.state import Constraints
 from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import TokenIds
-from lossless import ALPHA_1E6, GREEDY, PLAIN, PROMPTS, VOCABULARY, assert_same_text, chi_square_score, run_of, run_once
+from lossless import (
+    ALPHA_1E6,
+    GREEDY,
+    PLAIN,
+    PROMPTS,
+    VOCABULARY,
+    assert_same_text,
+    autoregressive,
+    chi_square_score,
+    run_of,
+    run_once,
+    speculative,
+)
 from table_engine import TableEngine, Words
 from tiny_heads import LAYERS, OpenBlock, OpenHead, drafter_of, table_heads
 

@@ -17,7 +17,6 @@ from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import SamplingError
-from edgespec.generation.decode import speculative
 from edgespec.generation.run_state import Run
 from edgespec.reports import Stats
 from edgespec.sampling.acceptance import RULES
@@ -25,7 +24,7 @@ from edgespec.sampling.noise import Noise, Stream
 from edgespec.sampling.sampler import Sampler, top_ids
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import TokenIds
-from lossless import ALPHA_1E6, PLAIN, VOCABULARY, chi_square_score
+from lossless import ALPHA_1E6, PLAIN, VOCABULARY, chi_square_score, speculative
 from table_engine import TableEngine
 from tiny_heads import drafter_of as heads_drafter
 from tiny_heads import table_heads

@@ -22,14 +22,13 @@ from edgespec.engines.model_use import BYTES_PER_FEATURE, MAX_BATCH, WINDOW
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.heads import read_head
-from edgespec.generation.decode import speculative
 from edgespec.loading.drafts import find_aim, rank
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.plan import planned
 from edgespec.sampling.acceptance import RULES
 from edgespec.types import Batch
 from gguf_heads import assert_plan_is_what_it_takes
-from lossless import assert_same_text, assert_several_draft_apart, assert_window_changes_no_text, run_of
+from lossless import assert_same_text, assert_several_draft_apart, assert_window_changes_no_text, run_of, speculative
 from needs import NEEDS_KERNELS
 from tiny_dflash import LAYERS, MASK_ID, NUM_TOKENS, TARGET, WIDTH, HeadShape, write_dflash
 from tiny_gguf import matrices, write_model

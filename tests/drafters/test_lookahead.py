@@ -10,11 +10,10 @@ from edgespec.control.base import FixedLength
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.lookahead import LookaheadDrafter, NgramPool
 from edgespec.engines.sequence import CachedSequence
-from edgespec.generation.decode import speculative
 from edgespec.sampling.acceptance import coupled
 from edgespec.sampling.sampler import Sampler
 from edgespec.types import Draft, TokenIds, Verdict
-from lossless import GREEDY, VOCABULARY, run_of
+from lossless import GREEDY, VOCABULARY, run_of, speculative
 from table_engine import TableEngine
 
 

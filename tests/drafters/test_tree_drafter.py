@@ -18,12 +18,11 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.booked import is_chain
 from edgespec.engines.sequence import CachedSequence, Passes
-from edgespec.generation.decode import autoregressive, speculative
 from edgespec.reports import RoundRecord
 from edgespec.sampling.acceptance import coupled
 from edgespec.sampling.sampler import Sampler
 from edgespec.types import Batch, Draft, Logits, TokenIds
-from lossless import DEMO, PLAIN, PROMPTS, VOCABULARY, paths, run_of, run_once
+from lossless import DEMO, PLAIN, PROMPTS, VOCABULARY, autoregressive, paths, run_of, run_once, speculative
 from needs import NEEDS_KERNELS
 from table_engine import TableEngine
 

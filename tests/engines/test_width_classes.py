@@ -17,12 +17,12 @@ from edgespec.engines import widths
 from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError
-from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch, Logits
+from lossless import autoregressive, speculative
 from table_engine import TableEngine
 
 GREEDY = Sampling(temperature=0.0)

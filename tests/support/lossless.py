@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import repeat
 from typing import Any
@@ -13,13 +13,13 @@ import numpy as np
 import edgespec
 from demo import ROOT, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
-from edgespec.control.base import FixedLength
+from edgespec.control.base import Controller, FixedLength
 from edgespec.drafters.base import Drafter
-from edgespec.engines.sequence import CachedSequence
-from edgespec.generation.decode import autoregressive, speculative
+from edgespec.engines.sequence import CachedSequence, answered
+from edgespec.generation.decode import steps
 from edgespec.generation.run_state import Run
 from edgespec.reports import TokenEvent
-from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.acceptance import RULES, Rule
 from edgespec.sampling.sampler import Sampler
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, TokenIds
@@ -36,6 +36,16 @@ PROMPTS = (
 
 
 TEMPERATURES = 0.0, 0.8, 1.2, 1.2, 0.0, 0.8  # of the prompts, each twice
+
+
+def autoregressive(run: Run) -> Generator[TokenEvent, None, None]:
+    """Plain decoding: one token per target pass."""
+    return answered(steps(run))
+
+
+def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[TokenEvent, None, None]:
+    """Rounds of draft, verify, accept."""
+    return answered(steps(run, controller, rule))
 
 
 def run_of(
