@@ -81,7 +81,7 @@ class GgufWeights(GgufTiles):
             joined = math.gcd(len(raw), ROWS_JOINED) if tensor.shape[0] <= SHORT else 1
             joined_rows = raw.reshape(len(raw) // joined, -1)
             found: NDArray[np.float32] = gguf.quants.dequantize(joined_rows, kind).reshape(len(raw), -1)
-        except (NotImplementedError, KeyError) as exc:  # raised by gguf: it has no decoder, or not even the name
+        except (NotImplementedError, KeyError) as exc:  # what gguf raises for types it cannot decode; for newer ones
             raise ModelFileError(
                 f"{self._path} holds {tensor.name} as {tensor.kind}, which the package gguf cannot decode: take a file "
                 "of another type, such as Q8_0 or Q4_K_M"
