@@ -11,7 +11,7 @@ struct Two { __m256i a, b; };
 struct TwoFloats { __m256 a, b; };
 
 struct Lanes {
-  static constexpr int kRows = 4, kPairs = 6, kSums = 6, kAhead = 8192;
+  static constexpr int kRows = 6, kPairs = 6, kSums = 6, kAhead = 8192;
   static constexpr bool kSignedCodes = false;
   using Bytes = Two;
   using Int = Two;
@@ -25,8 +25,7 @@ struct Lanes {
   OP __m256i four_bytes(const void* p) { int32_t x; memcpy(&x, p, 4); return _mm256_set1_epi32(x); }
 
   OP Bytes load(const uint8_t* p) { return {load1(p), load1(p + 32)}; }
-  template <int n>
-  OP __m256i shift1(__m256i x) {
+  template <int n> OP __m256i shift1(__m256i x) {
     return n == 0 ? x : n < 0 ? _mm256_srli_epi16(x, n < 0 ? -n : 0) : _mm256_slli_epi16(x, n > 0 ? n : 0);
   }
   template <int n> OP Bytes shift(Bytes x) { return {shift1<n>(x.a), shift1<n>(x.b)}; }
@@ -48,14 +47,13 @@ struct Lanes {
   OP Int broadcast(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
   OP Int add(Int x, Int y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
   OP Pair load_pair(const int8_t* p) { return {_mm256_cvtepi8_epi16(load_half(p)), _mm256_cvtepi8_epi16(load_half(p + 16))}; }
-  template <int n>
-  OP Int subtract_shifted(Int x, Int y) {
+  template <int n> OP Int subtract_shifted(Int x, Int y) {
     return {_mm256_sub_epi32(x.a, _mm256_slli_epi32(y.a, n)), _mm256_sub_epi32(x.b, _mm256_slli_epi32(y.b, n))};
   }
 
 #if defined(__AVXVNNI__)
   static constexpr bool kWideParts = true;
-  static constexpr int capacity(int) { return 64; }
+  static constexpr int capacity(int max_code) { return max_code > 15 ? 64 : max_code > 7 ? 4 : 8; }
   template <bool first> OP Part dot(Part sum, Bytes w, const int8_t* q) {
     const __m256i x = four_bytes(q);
     if (first) sum = zero();
@@ -63,7 +61,10 @@ struct Lanes {
   }
   template <int factor> OP Int add_part(Int sum, Part p) { return add(sum, p); }
   OP Scale sixteenfold(Scale s) { return s; }
-  OP Int add_scaled(Int sum, Part p, Scale s) { return add(sum, {_mm256_mullo_epi32(p.a, s.a), _mm256_mullo_epi32(p.b, s.b)}); }
+  template <bool narrow> OP Int add_scaled(Int sum, Part p, Scale s) {
+    if (narrow) return {_mm256_dpwssd_avx_epi32(sum.a, p.a, s.a), _mm256_dpwssd_avx_epi32(sum.b, p.b, s.b)};
+    return add(sum, {_mm256_mullo_epi32(p.a, s.a), _mm256_mullo_epi32(p.b, s.b)});
+  }
   OP Scale first(Pair p) { return {_mm256_srai_epi32(_mm256_slli_epi32(p.a, 16), 16), _mm256_srai_epi32(_mm256_slli_epi32(p.b, 16), 16)}; }
   OP Scale second(Pair p) { return {_mm256_srai_epi32(p.a, 16), _mm256_srai_epi32(p.b, 16)}; }
   OP Int add_pairs(Int sum, Pair p, const int16_t* q) {
@@ -85,10 +86,9 @@ struct Lanes {
     return {add16(sum.a, a), add16(sum.b, b)};
   }
   // A scale is in both halves of 32 bits.
-  OP Int add_scaled(Int sum, Part p, Scale s) { return add(sum, {_mm256_madd_epi16(p.a, s.a), _mm256_madd_epi16(p.b, s.b)}); }
-  template <int factor>
-  OP Int add_part(Int sum, Part p) {
-    return add_scaled(sum, p, {_mm256_set1_epi16(factor), _mm256_set1_epi16(factor)});
+  template <bool> OP Int add_scaled(Int sum, Part p, Scale s) { return add(sum, {_mm256_madd_epi16(p.a, s.a), _mm256_madd_epi16(p.b, s.b)}); }
+  template <int factor> OP Int add_part(Int sum, Part p) {
+    return add_scaled<true>(sum, p, {_mm256_set1_epi16(factor), _mm256_set1_epi16(factor)});
   }
   OP Scale sixteenfold(Scale s) { return {_mm256_slli_epi16(s.a, 4), _mm256_slli_epi16(s.b, 4)}; }
   OP __m256i first1(__m256i p) { return _mm256_blend_epi16(p, _mm256_slli_epi32(p, 16), 0xaa); }

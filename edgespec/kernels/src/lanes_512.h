@@ -8,9 +8,9 @@
 namespace edgespec {
 namespace {
 struct Lanes {
-  static constexpr int kRows = 8, kPairs = 6, kSums = 24, kAhead = 8192;
+  static constexpr int kRows = 12, kPairs = 6, kSums = 24, kAhead = 8192;
   static constexpr bool kWideParts = true, kSignedCodes = false;
-  static constexpr int capacity(int) { return 64; }
+  static constexpr int capacity(int max_code) { return max_code > 15 ? 64 : max_code > 7 ? 4 : 8; }  // few: parts of 16 bits
   using Bytes = __m512i;
   using Int = __m512i;
   using Part = __m512i;
@@ -19,8 +19,7 @@ struct Lanes {
   using Float = __m512;
 
   OP Bytes load(const uint8_t* p) { return _mm512_loadu_si512(p); }
-  template <int n>
-  OP Bytes shift(Bytes x) {
+  template <int n> OP Bytes shift(Bytes x) {
     return n == 0 ? x : n < 0 ? _mm512_srli_epi16(x, n < 0 ? -n : 0) : _mm512_slli_epi16(x, n > 0 ? n : 0);
   }
   template <int bits> OP Bytes mask(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(char(bits))); }
@@ -37,12 +36,13 @@ struct Lanes {
   OP Int zero() { return _mm512_setzero_si512(); }
   OP Int broadcast(int32_t x) { return _mm512_set1_epi32(x); }
   OP Int four_bytes(const void* p) { int32_t x; memcpy(&x, p, 4); return _mm512_set1_epi32(x); }
-  template <bool first>
-  OP Part dot(Part sum, Bytes w, const int8_t* q) {
+  template <bool first> OP Part dot(Part sum, Bytes w, const int8_t* q) {
     return _mm512_dpbusd_epi32(first ? zero() : sum, w, four_bytes(q));
   }
   template <int> OP Int add_part(Int sum, Part p) { return _mm512_add_epi32(sum, p); }
-  OP Int add_scaled(Int sum, Part p, Scale s) { return _mm512_add_epi32(sum, _mm512_mullo_epi32(p, s)); }
+  template <bool narrow> OP Int add_scaled(Int sum, Part p, Scale s) {
+    return narrow ? _mm512_dpwssd_epi32(sum, p, s) : _mm512_add_epi32(sum, _mm512_mullo_epi32(p, s));
+  }
   OP Pair load_pair(const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
   OP Scale sixteenfold(Scale s) { return s; }
   OP Scale first(Pair p) { return _mm512_srai_epi32(_mm512_slli_epi32(p, 16), 16); }

@@ -65,7 +65,7 @@ struct Lanes {
     });
   }
   template <int> static Int add_part(const Int& sum, const Part& p) { return ints([&](int i) { return sum.at[i] + p.at[i]; }); }
-  static Int add_scaled(const Int& sum, const Part& p, const Scale& s) {
+  template <bool> static Int add_scaled(const Int& sum, const Part& p, const Scale& s) {
     return ints([&](int i) { return sum.at[i] + p.at[i] * s.at[i]; });
   }
   static Pair load_pair(const int8_t* p) { Pair x; for (int i = 0; i < 32; i++) x.at[i] = p[i]; return x; }

@@ -113,6 +113,7 @@ template <Type kType, int kRows> INLINE void add_super_block(const uint8_t* tile
   constexpr int groups32 = f.group / 32 ? 2 : 1;  // groups of 32 inputs that a pair of scales is for
   constexpr int capacity = Lanes::capacity(f.max_code()), quads = capacity < f.group / 4 ? capacity : f.group / 4;  // of a part
   constexpr int offset = kOffset<kType>;
+  constexpr bool narrow = f.has_mins && f.max_code() * 127 * 4 * quads < 32768;  // parts of 16 bits, and scales of no sign
   constexpr bool starts_at_offset = offset == 32 && Lanes::kWideParts;  // else the offset is subtracted at the end
   const auto* scales = reinterpret_cast<const int8_t*>(tile + f.halves());
   Lanes::Int sum[kRows], other[kRows];
@@ -133,7 +134,7 @@ template <Type kType, int kRows> INLINE void add_super_block(const uint8_t* tile
           UNROLL for (int r = 0; r < kRows; r++) part[r] = Lanes::dot<is_first>(part[r], c, a[r].q + 32 * at + 4 * j);
           if constexpr ((j + 1) % quads == 0) {
             const Lanes::Scale s = scale[groups32 == 2 ? h : j / 4];
-            UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::add_scaled(sum[r], part[r], pass ? Lanes::sixteenfold(s) : s);
+            UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::add_scaled<narrow>(sum[r], part[r], pass ? Lanes::sixteenfold(s) : s);
           }
         });
       });
