@@ -237,7 +237,7 @@ class BookedEngine(Engine):
     def forward(self, batch: Batch) -> Logits:
         self._require_open()
         check_batch(batch, self.facts, self.vocabulary.size, self._book.lengths)
-        if np.count_nonzero(batch.outputs) > self._max_outputs:
+        if batch.width > self._max_outputs < np.count_nonzero(batch.outputs):
             raise BatchError(f"a batch may ask for at most {self._max_outputs} rows of logits; split it")
         placed = split_by_sequence(batch, self._book.lengths)
         for sequence in placed:

@@ -62,7 +62,8 @@ class Edgespec(Runtime):
         self._model.forget()
         sampling = Sampling(temperature=question.temperature, top_k=TOP_K, top_p=TOP_P, min_p=MIN_P, seed=question.seed)
         started_s = perf_counter()
-        events = self._model.stream(prompt, sampling, GenerateOptions(max_tokens=question.max_tokens))
+        options = GenerateOptions(max_tokens=question.max_tokens, logprobs=False)  # as `edgespec chat`, and the others
+        events = self._model.stream(prompt, sampling, options)
         return timed((event.token_id for event in events if event.finish_reason != "stop"), started_s)
 
 
