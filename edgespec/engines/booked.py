@@ -31,7 +31,7 @@ class SequenceRows:
     is_tree: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.is_tree = not is_chain(self.parents)
+        self.is_tree = self.parents != list(range(-1, self.count - 1))
 
     @property
     def count(self) -> int:
@@ -56,22 +56,6 @@ class SequenceRows:
         for parent in self.parents:
             found.append(self.base if parent == NO_PARENT else found[parent] + 1)
         return found
-
-
-def is_chain(parents: Sequence[int]) -> bool:
-    return parents == list(range(-1, len(parents) - 1))
-
-
-def split_by_sequence(batch: Batch, lengths: Sequence[int]) -> dict[int, SequenceRows]:
-    """A batch as one `SequenceRows` per sequence, in order of first appearance."""
-    parents, sequences = batch.parents.tolist(), batch.sequences.tolist()
-    placed, start = {}, 0
-    for sequence in dict.fromkeys(sequences):
-        stop = start + sequences.count(sequence)
-        local = [max(parent - start, NO_PARENT) for parent in parents[start:stop]]
-        placed[sequence] = SequenceRows(lengths[sequence], start, local, batch.token_ids[start:stop])
-        start = stop
-    return placed
 
 
 class SequenceBook:
@@ -166,8 +150,13 @@ class Checkpoints:
         self._kept[destination] = dict(self._kept.get(source, {}))
 
 
-def check_batch(batch: Batch, facts: EngineFacts, vocabulary_size: int, lengths: list[int]) -> None:
-    """Raises BatchError or ContextFull for what no engine accepts; `lengths` of the sequences now."""
+def placed_rows(
+    batch: Batch, facts: EngineFacts, vocabulary_size: int, lengths: Sequence[int]
+) -> dict[int, SequenceRows]:
+    """A batch as one `SequenceRows` per sequence, in order of first appearance; `lengths` of the sequences now.
+
+    Raises BatchError or ContextFull for what no engine accepts.
+    """
     width = batch.width
     if width == 0:
         raise BatchError("a batch needs at least one row")
@@ -181,22 +170,28 @@ def check_batch(batch: Batch, facts: EngineFacts, vocabulary_size: int, lengths:
         raise BatchError(f"token id {low if low < 0 else high} is outside the vocabulary 0..{vocabulary_size - 1}")
     if True not in batch.outputs.tolist():
         raise BatchError("a batch needs at least one row with logits")
-    for row, (parent, sequence) in enumerate(zip(parents, sequences, strict=True)):
+    placed: dict[int, SequenceRows] = {}
+    start = 0
+    while start < width:
+        sequence, stop = sequences[start], start + sequences.count(sequences[start])
         if not 0 <= sequence < facts.max_sequences:
-            raise BatchError(f"row {row} names sequence {sequence}, this engine has 0..{facts.max_sequences - 1}")
-        if parent >= row or parent < NO_PARENT:
-            raise BatchError(f"row {row} follows row {parent}, which does not come before it")
-        if parent >= 0 and sequences[parent] != sequence:
-            raise BatchError(f"row {row} of sequence {sequence} follows a row of another sequence")
-        if row and sequence != sequences[row - 1] and sequence in sequences[:row]:
-            raise BatchError(f"row {row} of sequence {sequence} is not next to the others of that sequence")
-    for sequence in set(sequences):
-        rows = sequences.count(sequence)
-        if lengths[sequence] + rows > facts.context_length:
+            raise BatchError(f"row {start} names sequence {sequence}, this engine has 0..{facts.max_sequences - 1}")
+        if sequences[start:stop] != [sequence] * (stop - start):
+            raise BatchError(f"the rows of sequence {sequence} are not next to each other")
+        for row in range(start, stop):
+            if parents[row] >= row or parents[row] < NO_PARENT:
+                raise BatchError(f"row {row} follows row {parents[row]}, which does not come before it")
+            if NO_PARENT < parents[row] < start:
+                raise BatchError(f"row {row} of sequence {sequence} follows a row of another sequence")
+        if lengths[sequence] + stop - start > facts.context_length:
             raise ContextFull(
-                f"sequence {sequence} holds {lengths[sequence]} tokens; {rows} more do not fit the context of "
+                f"sequence {sequence} holds {lengths[sequence]} tokens; {stop - start} more do not fit the context of "
                 f"{facts.context_length}. Give a larger --ctx-size or a shorter prompt"
             )
+        local = [max(parent - start, NO_PARENT) for parent in parents[start:stop]]
+        placed[sequence] = SequenceRows(lengths[sequence], start, local, batch.token_ids[start:stop])
+        start = stop
+    return placed
 
 
 def check_text(token_ids: TokenIds, most: int, vocabulary_size: int) -> None:
@@ -236,10 +231,9 @@ class BookedEngine(Engine):
 
     def forward(self, batch: Batch) -> Logits:
         self._require_open()
-        check_batch(batch, self.facts, self.vocabulary.size, self._book.lengths)
+        placed = placed_rows(batch, self.facts, self.vocabulary.size, self._book.lengths)
         if batch.width > self._max_outputs < np.count_nonzero(batch.outputs):
             raise BatchError(f"a batch may ask for at most {self._max_outputs} rows of logits; split it")
-        placed = split_by_sequence(batch, self._book.lengths)
         for sequence in placed:
             self._book.check_settled(sequence)
         if self._cancel.is_set():

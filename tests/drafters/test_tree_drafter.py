@@ -16,7 +16,6 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
-from edgespec.engines.booked import is_chain
 from edgespec.engines.sequence import CachedSequence, Passes
 from edgespec.reports import RoundRecord
 from edgespec.sampling.acceptance import coupled
@@ -108,7 +107,7 @@ class Interrupted(TableEngine):
 
     def forward(self, batch: Batch) -> Logits:
         logits = super().forward(batch)
-        if not is_chain(batch.parents.tolist()):
+        if batch.parents.tolist() != list(range(-1, batch.width - 1)):
             self.passes_left -= 1
             if not self.passes_left:
                 raise KeyboardInterrupt

@@ -37,13 +37,13 @@ from edgespec.engines.onnx.kernel_engine import HybridEngine, KernelEngine
 from edgespec.engines.onnx.library import (
     Inputs,
     SessionEngine,
+    Translated,
     bind_inputs,
     device_identity,
     library,
     open_session,
     providers_for,
     reason,
-    translated,
     version,
 )
 from edgespec.engines.onnx.settings import VALUES_AT_ONCE, OnnxSettings
@@ -279,7 +279,7 @@ class ConcatenatedEngine(OnnxEngine):
         for entry, array in zip(self._graph.cache, self._buffers(sequence), strict=True):
             feeds[entry.past] = make(np.ascontiguousarray(array[:, :, :base]))
         names = [LOGITS, *([HIDDEN] if self._hidden.size else []), *(entry.present for entry in self._graph.cache)]
-        with translated(self._bindings.options):
+        with Translated(self._bindings.options):
             found, *present = self._bindings.session.run_with_ort_values(names, feeds, self._bindings.options)
         if self._hidden.size:
             self._hidden[: token_ids.size] = present.pop(0).numpy()[0]

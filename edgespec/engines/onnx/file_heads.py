@@ -22,7 +22,7 @@ from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.graph import read_graph
 from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.kernel_head import KernelHead, columns
-from edgespec.engines.onnx.library import open_session, run_options, translated
+from edgespec.engines.onnx.library import Translated, open_session, run_options
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import TILE_ROWS, GraphSource, packed_tiles
 from edgespec.errors import CapabilityError, EngineError, ModelFileError
@@ -341,7 +341,7 @@ class _HeadGraph:
     def run(self, **rows: States) -> list[States]:
         """Rows of each output."""
         given = {name: np.ascontiguousarray(each[None]) for name, each in rows.items()}
-        with translated(self._options):
+        with Translated(self._options):
             return [found[0] for found in self._session.run(None, given, self._options)]
 
 

@@ -20,7 +20,7 @@ from edgespec.engines.base import check_threads
 from edgespec.engines.booked import Checkpoints, SequenceRows
 from edgespec.engines.model_use import DEFAULT_CONTEXT, MOST_CHECKPOINTS
 from edgespec.engines.onnx.graph import OUTPUT_ROWS, Graph, read_graph
-from edgespec.engines.onnx.library import Inputs, SessionEngine, bind_inputs, open_session, translated
+from edgespec.engines.onnx.library import Inputs, SessionEngine, Translated, bind_inputs, open_session
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.engines.onnx.source import GgufFile, GraphSource
 from edgespec.engines.onnx.tokenizer import TokenizerFile
@@ -105,7 +105,7 @@ class KernelEngine(SessionEngine):
         self._require_open()
         kernels().edgespec_use_threads(self._threads)
         given = {**inputs, **self._named} if ROWS in inputs else inputs
-        with translated(self._bindings.options):
+        with Translated(self._bindings.options):
             found: list[NDArray[np.float32]] = session.run(None, given, self._bindings.options)
         return found
 
