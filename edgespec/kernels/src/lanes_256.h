@@ -53,7 +53,7 @@ struct Lanes {
 
 #if defined(__AVXVNNI__)
   static constexpr bool kWideParts = true;
-  static constexpr int capacity(int max_code) { return max_code > 15 ? 64 : max_code > 7 ? 4 : 8; }
+  static constexpr int capacity(int max_code) { return max_code > 15 ? 64 : max_code > 7 ? 4 : 8; }  // few: parts of 16 bits
   template <bool first> OP Part dot(Part sum, Bytes w, const int8_t* q) {
     const __m256i x = four_bytes(q);
     if (first) sum = zero();

@@ -113,7 +113,7 @@ template <Type kType, int kRows> INLINE void add_super_block(const uint8_t* tile
   constexpr int groups32 = f.group / 32 ? 2 : 1;  // groups of 32 inputs that a pair of scales is for
   constexpr int capacity = Lanes::capacity(f.max_code()), quads = capacity < f.group / 4 ? capacity : f.group / 4;  // of a part
   constexpr int offset = kOffset<kType>;
-  constexpr bool narrow = f.has_mins && f.max_code() * 127 * 4 * quads < 32768;  // parts of 16 bits, and scales of no sign
+  constexpr bool narrow = f.has_mins && f.max_code() * 127 * 4 * quads < 32768;  // parts fit 16 bits; scales have no sign
   constexpr bool starts_at_offset = offset == 32 && Lanes::kWideParts;  // else the offset is subtracted at the end
   const auto* scales = reinterpret_cast<const int8_t*>(tile + f.halves());
   Lanes::Int sum[kRows], other[kRows];
