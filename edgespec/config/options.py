@@ -207,7 +207,7 @@ class LoadOptions:
     reproducible: bool | None = _speculation.basic(
         None, "--reproducible", "Same text as without speculation [on if free]"
     )
-    corpus: bool = _speculation(True, "--corpus", "Also draft from your texts (edgespec corpus add)")
+    corpus: bool = _speculation(True, "--corpus", "Also draft from common texts and your own (edgespec corpus add)")
     learn: bool = _speculation.basic(False, "--learn", "Store answers on this disk, draft from them")
 
     def __post_init__(self) -> None:

@@ -33,6 +33,7 @@ from edgespec.platform.machine import processor
 from edgespec.types import TokenIds
 
 if TYPE_CHECKING:
+    from edgespec.corpus.common import CommonTexts
     from edgespec.corpus.texts import LearntTexts
 
 
@@ -233,6 +234,12 @@ class DrafterPool:
             if isinstance(suffix, SuffixDrafter):
                 suffix.learn(answer_ids)
             self._learnt.add(answer_ids)
+
+    def texts_to_encode(self) -> CommonTexts | None:
+        """The common texts, where lookups miss them and nobody was asked to encode them."""
+        suffix = self.drafters.get("suffix")
+        texts = suffix.common if isinstance(suffix, SuffixDrafter) else None
+        return texts if texts is not None and texts.begin() else None
 
     def keep(self) -> None:
         """Store costs and confidences for the next run. Raises OSError."""

@@ -163,8 +163,11 @@ def _ranked(key: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64
     """(positions sorted by `key` [n], dense rank of each position's key from 1); no key exceeds (n + 1)^2."""
     bits = int(key.size).bit_length()
     if 3 * bits < _PACKED_BITS:  # pack key and position into one int64: sort is several times faster than argsort
-        packed = np.sort(key << bits | np.arange(key.size))
-        order, in_order = packed & ((1 << bits) - 1), packed >> bits
+        in_order = key << bits  # then in place, for the sake of memory
+        in_order |= np.arange(key.size)
+        in_order.sort()
+        order = in_order & ((1 << bits) - 1)
+        in_order >>= bits
     else:
         order = np.argsort(key)
         in_order = key[order]

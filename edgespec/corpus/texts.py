@@ -86,6 +86,14 @@ def checked_ids(path: Path, token_ids: NDArray[Any], least: int, size: int) -> T
     return token_ids
 
 
+def read_index(path: Path, size: int) -> SuffixIndex:
+    """The index of the arrays `ids` and `order` in a file. Raises StateError if it is damaged or cannot be opened."""
+    ids, order = read_arrays(path, "ids", "order")
+    if ids.size != order.size:
+        raise DamagedError(path, "its index is of other texts")
+    return SuffixIndex(checked_ids(path, ids, END_OF_TEXT, size), checked_ids(path, order, 0, ids.size))
+
+
 def remove(path: Path) -> bool:
     """Delete a file; returns False if there was none. Raises StateError."""
     try:
@@ -206,14 +214,7 @@ class Corpus:
 
     def index(self) -> SuffixIndex | None:
         """The suffix index of all texts; None if there are none. Raises StateError if the file is damaged."""
-        if not exists(self.path):
-            return None
-        ids, order = read_arrays(self.path, "ids", "order")
-        if ids.size != order.size:
-            raise DamagedError(self.path, "its index is of other texts")
-        return SuffixIndex(
-            checked_ids(self.path, ids, END_OF_TEXT, self._size), checked_ids(self.path, order, 0, ids.size)
-        )
+        return read_index(self.path, self._size) if exists(self.path) else None
 
     def _parts(self) -> dict[CorpusText, TokenIds]:
         """The token ids [n] of each text."""

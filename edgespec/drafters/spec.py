@@ -175,10 +175,12 @@ def made(
 
 
 def _suffix(options: LoadOptions, vocabulary: Vocabulary) -> Drafter:
-    """It copies from the corpus and from kept answers, where the options say so."""
+    """It copies from the corpus, common texts and kept answers, where the options say so."""
+    from edgespec.corpus.common import CommonTexts
     from edgespec.corpus.index import SuffixIndex, joined
     from edgespec.drafters.suffix import SuffixDrafter
 
     earlier = learnt_texts(vocabulary).read() if options.learn else []
     found = [user_corpus(vocabulary) if options.corpus else None, SuffixIndex.of(joined(earlier)) if earlier else None]
-    return SuffixDrafter(corpora=[index for index in found if index is not None])
+    common = CommonTexts(vocabulary) if options.corpus else None
+    return SuffixDrafter(corpora=[index for index in found if index is not None], common=common)

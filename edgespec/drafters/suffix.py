@@ -15,11 +15,15 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
+from typing import TYPE_CHECKING
 
 from edgespec.corpus.index import DEPTH, END_OF_TEXT, LONGEST_MATCH, AnswerIndex, Span, SuffixIndex
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.ngram import FollowedText, looked_up
 from edgespec.types import EMPTY_DRAFT, Draft, Evidence, TokenIds
+
+if TYPE_CHECKING:
+    from edgespec.corpus.common import CommonTexts
 
 ROOT, NONE = 0, -1
 _COUNTED_LINKS = 24  # suffixes of each new token that are counted: longer walks happen in repetitive text only
@@ -211,7 +215,7 @@ _NEARER = 2  # bonus in tokens for a match in the text: a corpus may be about so
 
 
 class SuffixDrafter(Drafter):
-    """Continues the text from its own earlier tokens, from `corpora`, and from `answers` of this process.
+    """Continues the text from its own earlier tokens, `corpora`, `answers` of this process and `common` texts.
 
     At most `max_indexed` tokens of the text are indexed, the latest ones.
     """
@@ -220,17 +224,22 @@ class SuffixDrafter(Drafter):
     is_free = True
 
     def __init__(
-        self, max_indexed: int = 1 << 16, corpora: Sequence[SuffixIndex] = (), answers: AnswerIndex | None = None
+        self,
+        max_indexed: int = 1 << 16,
+        corpora: Sequence[SuffixIndex] = (),
+        answers: AnswerIndex | None = None,
+        common: CommonTexts | None = None,
     ) -> None:
         self._max_indexed = max_indexed
         self._text = FollowedText()
         self._automaton = SuffixAutomaton()
-        self._lasting, self._answers = corpora, answers or AnswerIndex()
-        self._corpora = [CorpusMatch(index) for index in corpora]
+        self._lasting, self._answers, self.common = corpora, answers or AnswerIndex(), common
+        self._corpora: list[CorpusMatch] = []
+        self._search()
 
     def another(self, sequence: int) -> Drafter | None:
-        """It searches the same corpora and answers."""
-        return SuffixDrafter(self._max_indexed, self._lasting, self._answers)
+        """It searches the same texts."""
+        return SuffixDrafter(self._max_indexed, self._lasting, self._answers, self.common)
 
     def learn(self, answer_ids: TokenIds) -> None:
         """An answer [n] is complete; later texts may draft from it."""
@@ -242,9 +251,12 @@ class SuffixDrafter(Drafter):
         if not prompt_ids.size:
             self._clear()
             self._answers.clear()
-        if self._corpora[len(self._lasting) :] or self._answers.index is not None:
-            found = (*self._lasting, self._answers.index)
-            self._corpora = [CorpusMatch(index) for index in found if index is not None]
+        self._search()
+
+    def _search(self) -> None:
+        """Search all other texts that there are by now."""
+        found = (*self._lasting, self._answers.index, self.common.index if self.common else None)
+        self._corpora = [CorpusMatch(index) for index in found if index is not None]
 
     def draft(self, request: DraftRequest) -> Draft:
         """A copy of what followed the longest match, at most `_GROWTH` times as long as the match."""

@@ -16,6 +16,7 @@ from edgespec.config.options import LoadOptions
 from edgespec.config.values import DrafterName
 from edgespec.control.base import Controller
 from edgespec.control.pool import DrafterPool
+from edgespec.corpus.common import CommonTexts
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
 from edgespec.engines.parked import ParkedStates
@@ -126,6 +127,13 @@ class Executor:
             run.stats.planned_bytes = self.memory.plan.total_bytes + self.parked.num_bytes
         begin = run.prompt_ids.size
         pool.learn(run.target.token_ids[begin : begin + run.stats.new_tokens])
+        if (texts := pool.texts_to_encode()) is not None:
+            threading.Thread(target=self._encode, args=(texts,), name="edgespec-texts", daemon=True).start()
+
+    def _encode(self, texts: CommonTexts) -> None:
+        """While nothing is generated: nobody should wait for it. Closing does, so that it is done once and for all."""
+        with suppress(EdgespecError, MemoryError), self.vocabulary() as vocabulary:
+            texts.encode(vocabulary, lambda: self.turn.num_queued > 0 and not self.turn.is_shut)
 
     def _drop_models(self) -> tuple[DrafterName, ...]:
         with self._stopping:

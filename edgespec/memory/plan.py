@@ -33,6 +33,7 @@ _LIBRARIES = {"llamacpp": (9 * MIB, 7 * MIB), "onnx": (16 * MIB, 32 * MIB)}
 _CHILD = 24 * MIB  # the child process in which chat templates are rendered: 14 of its own, and its pages of files
 _CUDA = 340 * MIB  # what CUDA's libraries take of this machine's memory: measured on one of NVIDIA's H200, CUDA 13.0
 _STACK_BYTES = 8 << 20
+_COMMON_BYTES = 7 * MIB  # of the common texts' index, which models whose vocabulary takes less do without
 _SURVEYED_ROWS = 63
 # Bytes in memory for a weight of 8 bits in the file: of heads there are 8 bits and scales; their vocabulary is there as
 # well in half precision, from which inputs are looked up.
@@ -168,7 +169,7 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
     return Plan(
         pair.name,
         models,
-        _table_bytes(options, context),
+        _table_bytes(options, models["target"]),
         sum(kept for kept, _ in heads),
         _process(engines),
         _threads(options, engines, len(models)),
@@ -214,15 +215,16 @@ def _footprint(file: ModelFile, role: str, use: ModelUse) -> Footprint:
     return (llamacpp.head_footprint if is_head else llamacpp.footprint)(file.path, use)
 
 
-def _table_bytes(options: LoadOptions, context_length: int) -> int:
-    """Bytes of drafters that keep tables of the text, each of which also has a limit of its own."""
+def _table_bytes(options: LoadOptions, target: Footprint) -> int:
+    """Bytes of drafters that keep tables of the text, each of which also has a limit of its own, and of other texts."""
     if options.drafter == "none" or options.draft_length == 0:
         return 0
     free = [name for name, spec in SPECS.items() if spec.cost == "free"]  # a request may name those not in `auto`
     names = free if options.drafter == "auto" else [options.drafter]
     specs = [SPECS[name] for name in names if name in SPECS]
-    tables = sum(min(context_length, spec.most_tokens) * spec.bytes_per_token for spec in specs)
-    return tables * options.sequences
+    tables = sum(min(target.context_length, spec.most_tokens) * spec.bytes_per_token for spec in specs)
+    has_common = options.corpus and SPECS["suffix"] in specs and target.vocabulary >= _COMMON_BYTES
+    return tables * options.sequences + has_common * _COMMON_BYTES
 
 
 def head_bytes(path: Path, context_length: int, texts: int) -> tuple[int, int]:
