@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from time import sleep
 
 import numpy as np
@@ -33,16 +34,13 @@ class CommonTexts:
         self.index: SuffixIndex | None = None
         self._source, self._size = shipped_models() / "texts" / "texts.txt.gz", vocabulary.size
         self._is_wanted = self._size >= _LEAST_VOCABULARY and exists(self._source)
-        if not self._is_wanted:
-            return
-        names = [vocabulary.token_name(token_id) for token_id in range(0, self._size, self._size // _SAMPLED)]
-        key = key_of(self._source.stat().st_size, self._size, names)
-        self._path = user_folder("cache") / "common texts" / f"{key}.npz"
-        if exists(self._path):
-            try:
-                self.index, self._is_wanted = read_index(self._path, self._size), False
-            except StateError as exc:
-                logger.debug("the texts are encoded anew: %s", exc)
+        if self._is_wanted:
+            names = [vocabulary.token_name(token_id) for token_id in range(0, self._size, self._size // _SAMPLED)]
+            key = key_of(self._source.stat().st_size, self._size, names)
+            self._path = user_folder("cache") / "common texts" / f"{key}.npz"
+            with suppress(StateError):  # of a damaged file, which is written anew
+                if exists(self._path):
+                    self.index, self._is_wanted = read_index(self._path, self._size), False
 
     def begin(self) -> bool:
         """Whether `encode` is to be called, which is true once."""
@@ -54,11 +52,12 @@ class CommonTexts:
 
         Raises what `vocabulary` does.
         """
-        parts, text = list[TokenIds](), gzip.decompress(self._source.read_bytes()).decode()
-        for first in range(0, len(text), _BLOCK):
-            while is_busy():
-                sleep(0.02)
-            parts.append(np.array(vocabulary.encode(text[first : first + _BLOCK]), np.int32))
+        parts = list[TokenIds]()
+        with gzip.open(self._source, "rt", encoding="utf-8") as source:
+            while block := source.read(_BLOCK):
+                while is_busy():
+                    sleep(0.02)
+                parts.append(np.array(vocabulary.encode(block), np.int32))
         order = sorted_places(ids := np.concatenate(parts))
         self.index = SuffixIndex(ids, order)
         try:

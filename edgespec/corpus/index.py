@@ -149,7 +149,7 @@ def sorted_places(token_ids: TokenIds) -> NDArray[np.int32]:
     num_tokens = token_ids.size
     if not num_tokens:
         return np.empty(0, np.int32)
-    order, rank = _ranked(np.unique(token_ids, return_inverse=True)[1].astype(np.int64).reshape(-1))
+    order, rank = _ranked(token_ids.astype(np.int64) - END_OF_TEXT)
     reach = 1
     while reach < DEPTH and rank[order[-1]] < num_tokens:
         key = rank * (num_tokens + 1)

@@ -134,6 +134,7 @@ class Executor:
         """While nothing is generated: nobody should wait for it. Closing does, so that it is done once and for all."""
         with suppress(EdgespecError, MemoryError), self.vocabulary() as vocabulary:
             texts.encode(vocabulary, lambda: self.turn.num_queued > 0 and not self.turn.is_shut)
+        return_freed_memory()
 
     def _drop_models(self) -> tuple[DrafterName, ...]:
         with self._stopping:
