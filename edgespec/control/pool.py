@@ -33,8 +33,7 @@ from edgespec.platform.machine import processor
 from edgespec.types import TokenIds
 
 if TYPE_CHECKING:
-    from edgespec.corpus.common import CommonTexts
-    from edgespec.corpus.texts import LearntTexts
+    from edgespec.corpus.texts import CommonTexts, LearntTexts
 
 
 METHOD = 9  # part of the cache key: raise it when what is kept changes

@@ -1,20 +1,22 @@
-"""Texts to draft from, as token ids of one vocabulary: the user's corpus with a suffix index, and earlier answers.
+"""Texts to draft from, as token ids of one vocabulary: the user's corpus, common texts, and earlier answers.
 
-They are .npz archives in the user's data folder, readable by the user only. Each is written whole and atomically, so
-that processes, kills and full disks leave the old file or the new one; of two that write at once the later one wins,
-and the archive's own checksums tell damage. They are read into memory, not memory-mapped: if another program truncated
-a mapped file, the process would crash. Hence the limit of their size.
+They are .npz archives in the user's data folder (common texts: in the cache folder), readable by the user only. Each is
+written whole and atomically, so that processes, kills and full disks leave the old file or the new one; of two that
+write at once the later one wins, and the archive's own checksums tell damage. They are read into memory, not
+memory-mapped: if another program truncated a mapped file, the process would crash. Hence the limit of their size.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import logging
 import os
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +27,8 @@ from numpy.typing import NDArray
 
 from edgespec.corpus.index import BYTES_PER_TOKEN, END_OF_TEXT, SuffixIndex, joined, sorted_places
 from edgespec.errors import ConfigError, StateError
-from edgespec.platform.files import exists, is_file, is_folder, user_folder, write_atomically
+from edgespec.platform.disk_cache import key_of
+from edgespec.platform.files import exists, is_file, is_folder, shipped_models, user_folder, write_atomically
 from edgespec.types import TokenIds
 from edgespec.vocabulary import Vocabulary
 
@@ -36,6 +39,10 @@ MAX_NAME_LENGTH = 100
 MAX_TOKENS = 1 << 18  # of all stored answers
 MAX_ANSWER_TOKENS = 1 << 14
 _LEAST_TOKENS = 4  # shorter answers are not stored
+# Of the common texts:
+_LEAST_VOCABULARY = 1 << 14  # a smaller one, such as the demo's, is of a model that writes about something else
+_BLOCK = 100_000  # characters encoded at once; other threads run meanwhile
+_SAMPLED = 256  # tokens that tell vocabularies apart; taking one for another would make bad drafts and nothing else
 
 
 class DamagedError(StateError):
@@ -247,6 +254,48 @@ def check_size(source: str, num_tokens: int) -> None:
             f"with {source} the corpus would take more than {MAX_BYTES >> 20} MiB, {BYTES_PER_TOKEN} bytes a token: "
             "add less, or free space with edgespec corpus rm NAME"
         )
+
+
+class CommonTexts:
+    """Texts that come with edgespec: what models usually write. Small models wrote them (models/texts/NOTICE).
+
+    `index`: of them in the vocabulary; None until `encode` made it, in this run or an earlier one.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.index: SuffixIndex | None = None
+        self._source, self._size = shipped_models() / "texts" / "texts.txt.gz", vocabulary.size
+        self._is_wanted = self._size >= _LEAST_VOCABULARY and exists(self._source)
+        if self._is_wanted:
+            names = [vocabulary.token_name(token_id) for token_id in range(0, self._size, self._size // _SAMPLED)]
+            key = key_of(self._source.stat().st_size, self._size, names)
+            self._path = user_folder("cache") / "common texts" / f"{key}.npz"
+            with suppress(StateError):  # of a damaged file, which is written anew
+                if exists(self._path):
+                    self.index, self._is_wanted = read_index(self._path, self._size), False
+
+    def begin(self) -> bool:
+        """Whether `encode` is to be called, which is true once."""
+        is_wanted, self._is_wanted = self._is_wanted, False
+        return is_wanted
+
+    def encode(self, vocabulary: Vocabulary, is_busy: Callable[[], bool]) -> None:
+        """Encode the texts and keep them: one to three seconds of a core, in parts of a twentieth, while not `is_busy`.
+
+        Raises what `vocabulary` does.
+        """
+        parts = list[TokenIds]()
+        with gzip.open(self._source, "rt", encoding="utf-8") as source:
+            while block := source.read(_BLOCK):
+                while is_busy():
+                    time.sleep(0.02)
+                parts.append(np.array(vocabulary.encode(block), np.int32))
+        order = sorted_places(ids := np.concatenate(parts))
+        self.index = SuffixIndex(ids, order)
+        try:
+            write_arrays(self._path, durable=False, ids=ids, order=order)
+        except StateError as exc:
+            logger.debug("the encoded texts are not kept: %s", exc)
 
 
 class LearntTexts:

@@ -176,8 +176,8 @@ def made(
 
 def _suffix(options: LoadOptions, vocabulary: Vocabulary) -> Drafter:
     """It copies from the corpus, common texts and kept answers, where the options say so."""
-    from edgespec.corpus.common import CommonTexts
     from edgespec.corpus.index import SuffixIndex, joined
+    from edgespec.corpus.texts import CommonTexts
     from edgespec.drafters.suffix import SuffixDrafter
 
     earlier = learnt_texts(vocabulary).read() if options.learn else []

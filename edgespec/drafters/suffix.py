@@ -23,7 +23,7 @@ from edgespec.drafters.ngram import FollowedText, looked_up
 from edgespec.types import EMPTY_DRAFT, Draft, Evidence, TokenIds
 
 if TYPE_CHECKING:
-    from edgespec.corpus.common import CommonTexts
+    from edgespec.corpus.texts import CommonTexts
 
 ROOT, NONE = 0, -1
 _COUNTED_LINKS = 24  # suffixes of each new token that are counted: longer walks happen in repetitive text only

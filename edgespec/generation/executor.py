@@ -16,7 +16,7 @@ from edgespec.config.options import LoadOptions
 from edgespec.config.values import DrafterName
 from edgespec.control.base import Controller
 from edgespec.control.pool import DrafterPool
-from edgespec.corpus.common import CommonTexts
+from edgespec.corpus.texts import CommonTexts
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
 from edgespec.engines.parked import ParkedStates

@@ -13,8 +13,8 @@ import edgespec
 from damage import damaged
 from edgespec import GenerateOptions, Sampling
 from edgespec.config.values import EngineName
-from edgespec.corpus import common
-from edgespec.corpus.common import CommonTexts
+from edgespec.corpus import texts as stored
+from edgespec.corpus.texts import CommonTexts
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.suffix import SuffixDrafter
 from edgespec.sampling.sampler import Sampler
@@ -27,7 +27,7 @@ QUESTION = [{"role": "user", "content": "Find me a cheap Italian restaurant in S
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the encoded texts are kept in this test. The demo's vocabulary is large enough in it."""
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
-    monkeypatch.setattr(common, "_LEAST_VOCABULARY", 1)
+    monkeypatch.setattr(stored, "_LEAST_VOCABULARY", 1)
     return tmp_path / "cache" / "common texts"
 
 
