@@ -90,13 +90,17 @@ class CostCurve:
         return math.exp(self._drift)
 
     def at(self, width: int) -> float:
-        """Seconds of one pass; beyond WIDEST, rows cost the average of the table's upper half."""
+        """Seconds of one pass."""
+        return self.pace * self.usually(width)
+
+    def usually(self, width: int) -> float:
+        """`at` the usual pace; beyond WIDEST, rows cost the average of the table's upper half."""
         shape = self.shape
         if width <= WIDEST:
-            return self.pace * shape[width]
+            return shape[width]
         half = WIDEST // 2
         row = (shape[WIDEST] - shape[half]) / (WIDEST - half)
-        return self.pace * (shape[WIDEST] + (width - WIDEST) * row)
+        return shape[WIDEST] + (width - WIDEST) * row
 
     @property
     def is_sure_of_plain(self) -> bool:

@@ -123,30 +123,39 @@ class RunCosts:
 
     def pass_s(self, num_rows: int) -> float:
         """Seconds of a pass over `num_rows` rows, or one sequence's share of it."""
-        if not self.is_shared:
-            return self.curve.at(num_rows)
+        return self.curve.pace * self._units()[num_rows]
+
+    def _units(self) -> list[float]:
+        """`pass_s` by rows, at the usual pace; 0 for none."""
+        shape = self.curve.shape
+        if self._made_of[0] is not shape or self._made_of[1] is not self._sharing:
+            self._unit = self._shared_units() if self.is_shared else shape[:_WIDTHS]
+            self._made_of, self._ahead = (shape, self._sharing), least_ahead(self._unit)
+        return self._unit
+
+    def _shared_units(self) -> list[float]:
         count, other_rows, drafted = self._sharing
         beside = other_rows - (count - 1)  # rows of drafts and prompts of others
-        all_s = self._all_s(beside + num_rows - 1)
-        share = (num_rows - 1) / max(num_rows - 1 + drafted, 1)
-        return self.plain_s() + max(all_s - self._all_s(beside), (all_s - self._all_s(beside - drafted)) * share)
+        plain, before = self._all(0, count) / count, self._all(beside - drafted, count)
+        whole = [self._all(more, count) for more in range(beside, beside + _WIDTHS - 1)]
+        shares = ((each - before) * more / max(more + drafted, 1) for more, each in enumerate(whole))
+        return [0.0, *(plain + max(each - whole[0], share) for each, share in zip(whole, shares, strict=True))]
+
+    def _all(self, more: int, count: int) -> float:
+        """A pass over a row of each of `count` sequences and `more` rows of some of them, at the usual pace."""
+        if self.splits and count > 1:
+            return self.curve.usually(count) + self.curve.usually(more)
+        return self.curve.usually(count + more)
 
     def _all_s(self, more: int, count: int | None = None) -> float:
-        """Seconds of a pass over a row of each of `count` sequences and `more` rows of some of them."""
-        count = count or self._sharing[0]
-        if self.splits and count > 1 and more:
-            return self.curve.at(count) + self.curve.at(more)
-        return self.curve.at(count + more)
+        """Seconds of such a pass, of as many sequences as now where none are given."""
+        return self.curve.pace * self._all(more, count or self._sharing[0])
 
     def prices(self) -> Prices:
         """Seconds of rounds, with the overhead if something is drafted; the rate is no less than a plain round's."""
-        shape, pace = self.curve.shape, self.curve.pace
-        if self._made_of[0] is not shape or self._made_of[1] is not self._sharing:
-            shared = (self.pass_s(rows) / pace for rows in range(1, _WIDTHS))
-            self._unit = [0.0, *shared] if self.is_shared else shape[:_WIDTHS]
-            self._made_of, self._ahead = (shape, self._sharing), least_ahead(self._unit)
-        plain_s, round_s = pace * self._unit[1], self.round_s
-        pass_s = [pace * each_s + round_s for each_s in self._unit]
+        pace, unit = self.curve.pace, self._units()
+        plain_s, round_s = pace * unit[1], self.round_s
+        pass_s = [pace * each_s + round_s for each_s in unit]
         pass_s[:2] = 0.0, plain_s
         earned = self._tokens / self._seconds if self._seconds else 0.0
         return Prices(pass_s, [pace * ahead_s for ahead_s in self._ahead], max(earned, 1.0 / plain_s))
