@@ -36,9 +36,10 @@ class SuffixIndex:
     """Index of `token_ids` [n], with END_OF_TEXT after each text; `order` [n] as `sorted_places` returns it."""
 
     def __init__(self, token_ids: TokenIds, order: NDArray[np.int32]) -> None:
-        padded = np.concatenate((token_ids, np.full(DEPTH + 1, END_OF_TEXT, np.int32)))
-        self._ids = np.ascontiguousarray(padded, np.int32).data
-        self._order = np.ascontiguousarray(order, np.int32).data
+        # In one block, for which numpy asks for huge pages where it is large: places are looked up here and there.
+        both = np.full((2, token_ids.size + DEPTH + 1), END_OF_TEXT, np.int32)
+        both[:, : token_ids.size] = token_ids, order
+        self._ids, self._order = memoryview(both[0].data), memoryview(both[1, : token_ids.size].data)
         counts = np.bincount(token_ids + 1) if token_ids.size else np.zeros(1, np.int64)
         self._begins = np.concatenate(([0], np.cumsum(counts))).astype(np.int32).data  # by token id + 1
 
