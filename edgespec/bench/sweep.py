@@ -202,7 +202,7 @@ def costs_of(model: Model, plain: Side, drafted: Side) -> Costs | None:
     plain_s = 1 / plain.pooled_rate
     rounds = max(drafted.total("rounds"), 1)
     overhead_s = drafted.total("overhead_s") / rounds
-    pass_s = model.drafters.costs.curve.table()
+    pass_s = model.drafters.costs.curve.shape
     # The curve is that of a quiet machine; these runs may have been slower.
     pace = sum(r.verify_s for r in records) / sum(pass_s[r.width] for r in records) if records else 1.0
     round_s = [plain_s if width == 1 else pace * seconds + overhead_s for width, seconds in enumerate(pass_s)]

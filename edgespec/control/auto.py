@@ -99,7 +99,7 @@ class AutoController(Controller):
         self._paid = [name for name, drafter in drafters.items() if not drafter.is_free]
         self._serving = self.drafters  # those that may draft in this answer
         costs.add({name: drafter.costs_once for name, drafter in drafters.items()})
-        self.bank = TimeBank(c.DRAFTING_SHARE * share, c.START_PASSES * costs.curve.at(1), is_guessed=True)
+        self.bank = TimeBank(c.DRAFTING_SHARE * share, first_balance_s(costs.curve.at(1)), is_guessed=True)
         self.kinds: dict[str, dict[str, DrafterState]] = {}
         if first is not None:
             self.bank, self.kinds = first.bank, first.kinds
@@ -128,7 +128,9 @@ class AutoController(Controller):
         self._unused.clear()
         self._left_out &= self._dropped  # what failed in the last one may be asked again
         self._round, self._is_new, self._was_wide, self._resting, self._prefill_s = None, True, False, 0, prefill_s
-        self.bank.open(2 * c.START_PASSES * self.costs.curve.at(1), prefill_s)
+        plain_s = self.costs.curve.at(1)
+        least_s = c.RETRY_S if plain_s < c.RETRY_S else -math.inf
+        self.bank.open(first_balance_s(2 * plain_s), prefill_s, least_s)
 
     # -- deciding
 
@@ -307,7 +309,7 @@ class AutoController(Controller):
         if is_telling and not costs.was_shared:
             curve.observe(record.width, record.verify_s)
         if bank.is_guessed and curve.is_sure_of_plain:
-            bank.balance_s = c.START_PASSES * curve.at(1) + bank.share * self._prefill_s
+            bank.balance_s = first_balance_s(curve.at(1)) + bank.share * self._prefill_s
             bank.stalls, bank.is_guessed = 0, False
         return work_s, pass_s
 
@@ -369,6 +371,11 @@ def kind_of(request: DraftRequest, prompt_tokens: int) -> str:
     kind = f"{heat} rejection" if request.needs_distributions else heat
     kind = kind if request.sampler.constraint is None else f"{kind} constrained"
     return f"{kind} long" if prompt_tokens >= c.LONG_PROMPT else kind
+
+
+def first_balance_s(plain_s: float) -> float:
+    """What the bank has at first: a few plain passes, or a time that nobody notices, in which Python warms up."""
+    return max(c.START_PASSES * plain_s, c.START_S)
 
 
 def gain_of_asking(confidences: Sequence[float], prices: Prices, most: int, cost: DraftCost) -> float:

@@ -87,10 +87,10 @@ class TimeBank:
         """A round emitted `num_tokens` in `round_s` seconds; each takes `plain_s` in plain decoding."""
         self.balance_s += (1.0 + self.share) * num_tokens * plain_s - round_s
 
-    def open(self, most_s: float, prefill_s: float) -> None:
+    def open(self, most_s: float, prefill_s: float, least_s: float = -math.inf) -> None:
         """A generation begins with at most `most_s`: earlier gains must not pay for one slow answer.
 
         `prefill_s`: what reading its prompt took, which plain decoding needs too; a share of it may be lost as well, so
-        that a draft model can read a long prompt.
+        that a draft model can read a long prompt. `least_s`: what this generation may lose whatever earlier ones lost.
         """
-        self.balance_s = min(self.balance_s, most_s) + self.share * prefill_s
+        self.balance_s = min(max(self.balance_s, least_s), most_s) + self.share * prefill_s

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 # -- the time bank (bank, auto): how much time speculation may lose, and when
 START_PASSES = 3.0  # initial balance in plain passes: one failed draft must not be the last; twice it is most later
+START_S = 0.1  # least initial balance: a small model's first rounds take ten times as long to decide as later ones
+RETRY_S = 0.01  # least balance of each later answer where a pass takes less
 RISKED = 0.5  # share of the balance that a round may risk if it can be shorter: else three failures would empty it
 LATE = 0.5  # share by which work may take longer than expected and is charged in full; half of it for the first stall
 FORGIVEN_AFTER = 1024  # rounds without a stall until the fine halves

@@ -16,25 +16,22 @@ from __future__ import annotations
 import math
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Annotated, Any, Self, TypeAlias
 
 import msgspec
-import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
 from edgespec.control import constants as c
 from edgespec.platform.disk_cache import Seconds
 
 WIDEST = 65  # rows of the widest pass that has a price
-_WIDTHS = np.arange(WIDEST + 1)
 _FIRST_PLAIN = 2
 _BELIEVED = 3  # large deviations in a row that are believed
 _GUESSED_BYTES_PER_S, _GUESSED_PASS_S = 1e10, 2e-4  # the unit of time until the first plain passes were timed
-Array = NDArray[np.float64]
 _Row: TypeAlias = Annotated[float, Meta(ge=0, le=c.MOST_ROW)]
-_OCTAVES = np.log2(np.maximum(_WIDTHS - 1, 1))
-_LIKENESSES: Array = np.exp(-np.abs(_OCTAVES[:, None] - _OCTAVES[None, :]) / c.LIKENESS)
+_OCTAVES = [math.log2(max(width - 1, 1)) for width in range(WIDEST + 1)]
+_LIKENESSES = [[math.exp(-abs(one - other) / c.LIKENESS) for other in _OCTAVES] for one in _OCTAVES]
 """[WIDEST + 1, WIDEST + 1]: how much a pass of one width says about another one."""
 
 
@@ -59,29 +56,24 @@ class CostCurve:
         """
         self.is_scaled = False  # its times are in seconds of this machine, and not a guess
         self._usual_s, self._low = plain_s, low  # of a plain pass, at the usual pace
-        self._further: Array = np.maximum(_WIDTHS - low, 0.0)  # rows that add to its time
-        self._rows: Array = np.full(WIDEST + 1, row)  # what each costs, in plain passes, by width
-        self._passes = np.full(WIDEST + 1, c.GUESS_PASSES)  # that each of these counts for
+        self._rows = [row] * (WIDEST + 1)  # what a further row costs, in plain passes, by width
+        self._passes = [c.GUESS_PASSES] * (WIDEST + 1)  # that each of these counts for
         self._num_seen = 0  # passes over several rows
         self._plain_s: list[float] = []  # the first plain passes of this run
         self._drift = 0.0
         self._odd: list[tuple[int, float]] = []  # (width, deviation) of the last passes, where all were large
         self._shape = list[float]()
 
-    def table(self) -> list[float]:
-        """Seconds of a pass of width 0 (nothing) to WIDEST, never falling."""
-        pace = self.pace
-        return [pace * pass_s for pass_s in self.shape]
-
     @property
     def shape(self) -> list[float]:
-        """The table at the machine's usual pace; another list when what a row costs has changed."""
+        """Seconds of passes of width 0 (nothing) to WIDEST at the usual pace, never falling; a new list if changed."""
         if not self._shape:
-            times = self._usual_s * (1.0 + self._further * self._rows)
-            times[0] = 0.0
+            usual_s, least = self._usual_s, 1 - self._low
+            times = [usual_s * (1.0 + max(least + place, 0) * row) for place, row in enumerate(self._rows[1:])]
             # Made non-decreasing: midway between the lowest such curve above the times and the highest one below.
-            above, below = np.maximum.accumulate(times), np.minimum.accumulate(times[::-1])[::-1]
-            self._shape = (0.5 * (above + below)).tolist()
+            below = list(accumulate(reversed(times), min))[::-1]
+            above = accumulate(times, max)
+            self._shape = [0.0, *(0.5 * (high + low) for high, low in zip(above, below, strict=True))]
         return self._shape
 
     @property
@@ -145,24 +137,27 @@ class CostCurve:
 
     def _own_s(self, width: int) -> float:
         """Seconds of a pass at the usual pace by what is known of its width alone."""
-        return self._usual_s * (1.0 + max(width - self._low, 0) * float(self._rows[width]))
+        return self._usual_s * (1.0 + max(width - self._low, 0) * self._rows[width])
 
     def _learn_row(self, width: int, surprise: float, *, is_local: bool = False) -> None:
         """A pass took exp(`surprise`) times as long as thought. `is_local`: nothing follows for widths that are unlike.
 
         One late pass raises the cost of a row by little: the first of a width often is late.
         """
-        count, row = width - self._low, float(self._rows[width])
-        is_known = self._passes >= c.FORMER_PASSES
-        most = c.MOST_ROW if is_known[width] else min(c.MOST_ROW * row + 0.1, c.MOST_ROW)
+        count, row = width - self._low, self._rows[width]
+        is_known = self._passes[width] >= c.FORMER_PASSES
+        most = c.MOST_ROW if is_known else min(c.MOST_ROW * row + 0.1, c.MOST_ROW)
         seen = min(max((self._own_s(width) / self._usual_s * math.exp(surprise) - 1.0) / count, 0.0), most)
+        moved = seen - row
         if is_local:
             self._passes[width] = 0.0
-        likeness = _LIKENESSES[width]
-        weight = np.where(is_known | is_local, likeness, 1.0)
-        moved = weight * (seen - row) / (np.maximum(self._passes, self._passes[width]) + 1.0)
-        self._rows = np.minimum(np.maximum(self._rows + moved, 0.0), c.MOST_ROW)
-        self._passes = np.minimum(self._passes + likeness * likeness, c.MOST_OWN_PASSES)
+        own, known, most_passes = self._passes[width], 0.0 if is_local else c.FORMER_PASSES, c.MOST_OWN_PASSES
+        both = list(zip(self._passes, _LIKENESSES[width], strict=True))
+        # No numpy: where its code is not in the cache, twelve calls take longer, on so few numbers.
+        weights = [(like if n >= known else 1.0) / ((own if own > n else n) + 1.0) for n, like in both]
+        moved_rows = [row + weight * moved for row, weight in zip(self._rows, weights, strict=True)]
+        self._rows = [0.0 if row < 0.0 else row if row < c.MOST_ROW else c.MOST_ROW for row in moved_rows]
+        self._passes = [n if (n := former + like * like) < most_passes else most_passes for former, like in both]
         self._num_seen, self._shape = self._num_seen + 1, []
 
     def _note(self, width: int, surprise: float, *, is_plain: bool) -> None:
@@ -184,7 +179,7 @@ class CostCurve:
             if width > self._low and abs(each - surprise) > c.MOST_SURPRISE:
                 self._learn_row(width, each - surprise, is_local=True)
         if self._is_in_doubt and surprise < -c.MOST_SURPRISE:  # as behind a short context again: rows may be cheap
-            self._rows, self._shape = np.minimum(self._rows, c.FIRST_ROW), []
+            self._rows, self._shape = [min(row, c.FIRST_ROW) for row in self._rows], []
         self._drift += surprise if self._is_in_doubt else min(surprise, c.MOST_SURPRISE)
         self._odd.clear()
 
@@ -192,7 +187,7 @@ class CostCurve:
         """What was learnt, for the next run; empty while no plain pass was timed."""
         if not self.is_scaled:
             return {}
-        return {"plain": self._usual_s * self.pace, "rows": self._rows.tolist(), "seen": self._num_seen}
+        return {"plain": self._usual_s * self.pace, "rows": self._rows, "seen": self._num_seen}
 
     @classmethod
     def from_json(cls, kept: object, low: int = 1) -> Self | None:
@@ -202,7 +197,7 @@ class CostCurve:
         except msgspec.ValidationError:
             return None
         curve = cls(found.plain, low)
-        curve._rows, curve._passes = np.array(found.rows), np.full(WIDEST + 1, c.FORMER_PASSES)
+        curve._rows, curve._passes = found.rows, [c.FORMER_PASSES] * (WIDEST + 1)
         curve._num_seen, curve.is_scaled = found.seen, True
         return curve
 

@@ -119,7 +119,7 @@ class RunCosts:
 
     def plain_s(self) -> float:
         """Seconds of a plain pass, or one sequence's share of it."""
-        return self._all_s(0) / self._sharing[0]
+        return self.pass_s(1)
 
     def pass_s(self, num_rows: int) -> float:
         """Seconds of a pass over `num_rows` rows, or one sequence's share of it."""
@@ -147,9 +147,9 @@ class RunCosts:
             return self.curve.usually(count) + self.curve.usually(more)
         return self.curve.usually(count + more)
 
-    def _all_s(self, more: int, count: int | None = None) -> float:
-        """Seconds of such a pass, of as many sequences as now where none are given."""
-        return self.curve.pace * self._all(more, count or self._sharing[0])
+    def _all_s(self, more: int, count: int) -> float:
+        """Seconds of such a pass."""
+        return self.curve.pace * self._all(more, count)
 
     def prices(self) -> Prices:
         """Seconds of rounds, with the overhead if something is drafted; the rate is no less than a plain round's."""

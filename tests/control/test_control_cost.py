@@ -13,7 +13,7 @@ import pytest
 import edgespec
 from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING
-from edgespec.control.constants import FIRST_ROW, START_PASSES
+from edgespec.control.constants import FIRST_ROW, START_PASSES, START_S
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost
 from edgespec.control.pool import cost_key
 from edgespec.control.prices import RunCosts
@@ -24,6 +24,11 @@ from edgespec.types import Verdict
 from simulation import known_curve
 from table_engine import TableEngine
 
+
+def table(curve: CostCurve) -> list[float]:
+    return [curve.at(width) for width in range(WIDEST + 1)]
+
+
 STEPS = {1: 1.0, 2: 1.4, 4: 1.5, 5: 2.5, 8: 2.6}
 
 
@@ -32,8 +37,8 @@ def test_measured_widths_are_kept_and_others_lie_between() -> None:
     assert [curve.at(width) for width in STEPS] == pytest.approx(list(STEPS.values()))
     assert curve.at(3) == pytest.approx(1.45)
     assert curve.at(11) == pytest.approx(2.6 + 3 * (2.6 - 2.5) / 3)
-    assert curve.table()[0] == 0.0
-    assert len(curve.table()) == WIDEST + 1
+    assert table(curve)[0] == 0.0
+    assert len(table(curve)) == WIDEST + 1
 
 
 def late(width: int, times: int, before: int = 8) -> CostCurve:
@@ -70,9 +75,9 @@ def test_a_table_never_falls_whatever_was_measured_or_seen() -> None:
         )
         for _ in range(50):
             curve.observe(int(rng.integers(1, 40)), float(rng.uniform(0.1, 9.0)))
-            table = curve.table()
-            assert all(low <= high for low, high in pairwise(table))
-            assert table[1] > 0
+            times = table(curve)
+            assert all(low <= high for low, high in pairwise(times))
+            assert times[1] > 0
 
 
 def test_noise_makes_wide_passes_neither_dearer_nor_alike() -> None:
@@ -89,8 +94,8 @@ def test_noise_makes_wide_passes_neither_dearer_nor_alike() -> None:
         for _ in range(60):
             width = int(rng.integers(1, 17))
             curve.observe(width, true.at(width) * math.exp(0.15 * rng.standard_normal()))
-        table = curve.table()
-        errors.append([math.log(table[width] / table[1] / true.at(width)) for width in (4, 8, 12, 16)])
+        times = table(curve)
+        errors.append([math.log(times[width] / times[1] / true.at(width)) for width in (4, 8, 12, 16)])
     assert np.abs(np.mean(errors, axis=0)).max() < 0.04
     assert np.std(errors, axis=0).max() < 0.14
 
@@ -113,7 +118,7 @@ def test_outliers_hardly_move_it() -> None:
 def test_what_cannot_have_been_a_pass_is_not_learnt_from(seen: tuple[int, float]) -> None:
     curve = known_curve(STEPS)
     curve.observe(*seen)
-    assert curve.table() == known_curve(STEPS).table()
+    assert table(curve) == table(known_curve(STEPS))
 
 
 def test_a_drafted_token_and_a_read_one_are_told_apart() -> None:
@@ -164,7 +169,7 @@ def test_what_rows_cost_is_learnt_for_widths_that_were_not_run(row: float) -> No
     curve = fed(row)
     assert curve.at(4) / curve.at(1) == pytest.approx(1 + 3 * row, rel=0.1)
     assert curve.at(8) / curve.at(1) == pytest.approx(1 + 7 * row, rel=0.2)
-    assert curve.table() == sorted(curve.table())
+    assert table(curve) == sorted(table(curve))
 
 
 def test_a_width_that_was_run_says_for_itself_what_it_costs() -> None:
@@ -189,7 +194,7 @@ def test_what_was_learnt_goes_on_in_the_next_run() -> None:
     curve = fed(0.1)
     again = CostCurve.from_json(json.loads(json.dumps(curve.to_json())))
     assert again is not None and again.is_scaled
-    assert again.table() == pytest.approx(curve.table(), rel=1e-6)
+    assert table(again) == pytest.approx(table(curve), rel=1e-6)
     assert not again.is_sure_of_plain  # the machine may be another one today
 
 
@@ -213,7 +218,7 @@ def test_the_first_plain_passes_say_what_the_bank_and_the_drafts_are_worth() -> 
     assert cost.is_relative
     for position in range(3, 6):
         controller.observe(NOTHING, Verdict((), 1), RoundRecord(position, None, 0, 0, (), 0.0, 0.02))
-    assert controller.bank.balance_s == pytest.approx(START_PASSES * 0.02, rel=0.05)
+    assert controller.bank.balance_s == pytest.approx(max(START_PASSES * 0.02, START_S), rel=0.05)
     assert controller.costs.draft("draft") is cost
     assert 0 < cost.read_s < cost.token_s < 0.02
 
@@ -290,8 +295,8 @@ def test_a_heads_cost_is_a_guess_until_it_drafted_and_then_kept(
             cost = model.drafters.costs.drafts["eagle"]
             assert cost.is_relative is is_first and cost.token_s > 0 and cost.read_s > 0
             options = edgespec.GenerateOptions(max_tokens=40, ignore_eos=True)
-            for _ in range(100):  # on a busy machine the bank may not let `auto` try them in the first answers
+            for _ in range(100 * is_first):  # on a busy machine not in the first answers
                 model.generate("one two one two one two", options=options)
                 if cost.num_seen:
                     break
-            assert cost.num_seen and not cost.is_relative
+            assert not cost.is_relative and bool(cost.num_seen) is is_first
