@@ -15,10 +15,11 @@ import pytest
 
 from edgespec.control.auto import AutoController
 from edgespec.control.bank import TimeBank
-from edgespec.control.constants import START_PASSES
+from edgespec.control.constants import RETRY_S, START_PASSES
 from edgespec.control.cost import CostCurve, DraftCost
 from edgespec.control.prices import RunCosts
 from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.ngram import NgramDrafter
 from edgespec.reports import RoundRecord
 from edgespec.types import Draft
 from simulation import (
@@ -54,6 +55,21 @@ def test_what_rounds_do_to_the_balance() -> None:
     assert bank.balance_s == pytest.approx(1.2)
     bank.open(most_s=0.5, prefill_s=3.0)
     assert bank.balance_s == pytest.approx(0.8)
+    bank.settle(num_tokens=1, round_s=9.0, plain_s=1.0)
+    bank.open(most_s=0.5, prefill_s=3.0, least_s=0.2)
+    assert bank.balance_s == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("plain_s", [0.004, 0.04])
+def test_only_where_deciding_is_long_does_an_answer_begin_with_something_whatever_was_lost(plain_s: float) -> None:
+    """Nothing would else ever be tried again, as deciding alone takes more than the share."""
+    curve = known_curve({1: plain_s, 8: 2 * plain_s})
+    controller = AutoController({"draft": NgramDrafter()}, RunCosts(curve, {}), clock=lambda: 0.0)
+    assert controller.bank.balance_s == pytest.approx(max(3 * plain_s, 0.1))
+    controller.bank.settle(num_tokens=1, round_s=9.0, plain_s=plain_s)
+    lost_s = controller.bank.balance_s
+    controller.begin(np.arange(3, dtype=np.int32))
+    assert controller.bank.balance_s == (RETRY_S if plain_s < RETRY_S else lost_s)
 
 
 def test_it_rests_until_it_can_pay_or_for_32_rounds() -> None:
