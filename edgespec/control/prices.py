@@ -122,7 +122,7 @@ class RunCosts:
         return self.pass_s(1)
 
     def pass_s(self, num_rows: int) -> float:
-        """Seconds of a pass over `num_rows` rows, or one sequence's share of it."""
+        """Seconds of a pass over `num_rows` rows, as a draft may have, or one sequence's share of it."""
         return self.curve.pace * self._units()[num_rows]
 
     def _units(self) -> list[float]:
