@@ -304,6 +304,18 @@ def test_a_parent_that_is_killed_leaves_no_orphan(private_home: Path, options: l
     until(lambda: not state.exists() or state.read_text(encoding="utf-8").rpartition(") ")[2][0] == "Z")
 
 
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not THP.is_file() or "[never]" in THP.read_text(), reason="no pages of 2 MB are lent here")
+@pytest.mark.parametrize(("variables", "takes"), [({}, True), ({"PYTHONMALLOC": "pymalloc"}, False)])
+def test_the_command_takes_large_pages(private_home: Path, variables: dict[str, str], takes: bool):
+    with served(private_home, "--stdio", **variables) as process:
+        read_line(process)
+        began_with = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    assert (b"GLIBC_TUNABLES=glibc.malloc.hugetlb=1" in began_with) is takes
+
+
 def test_the_openapi_document_names_every_path(url: str):
     described = httpx.get(url + "/openapi.json").json()
     assert described["openapi"].startswith("3.1") and json.dumps(described)

@@ -20,6 +20,7 @@ from pathlib import Path
 from time import sleep
 from typing import IO, Any
 
+from edgespec.__main__ import LARGE_PAGES
 from edgespec.installation import NO_TELEMETRY
 from peers.base import Answer, Files, Question, Refusal, Settings
 
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[3]
 OPEN_S, ANSWER_S, STOP_S = 900.0, 900.0, 10.0
 SETTLE_S = 0.05
 TAIL = 300
-ENVIRONMENT = {"GGML_NO_BACKTRACE": "1", NO_TELEMETRY: "1"}
+ENVIRONMENT = {"GGML_NO_BACKTRACE": "1", NO_TELEMETRY: "1", **LARGE_PAGES}  # as our command; for all runtimes
 
 
 class RuntimeFailure(Exception):
