@@ -44,7 +44,7 @@ def _take_large_pages() -> None:
     """Start this program anew with all memory in pages of 2 MB, where Linux lends them: nothing turns them on later.
 
     What Python and ONNX Runtime touch between two products lies in thousands of pages of 4 KB, and each pass's weights
-    drive their addresses out of the processor's caches. Saves 4 to 13% of an answer's time (docs/kernels.md).
+    drive their addresses out of the processor's caches. Saves up to 13% of an answer's time (docs/kernels.md).
     """
     if all(os.environ.get(name) == value for name, value in LARGE_PAGES.items()):
         for name in LARGE_PAGES:  # not for children, which begin sooner with small ones
