@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import signal
 import socket
@@ -22,6 +23,7 @@ import pytest
 from command_line import refusal, run
 from demo import ROOT, TEST_THREADS
 from edgespec import GenerateOptions, LoadOptions, Model
+from edgespec.__main__ import LARGE_PAGES
 from edgespec.kernels.library import library_path
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import MOST_SEQUENCES
@@ -304,12 +306,24 @@ def test_a_parent_that_is_killed_leaves_no_orphan(private_home: Path, options: l
     until(lambda: not state.exists() or state.read_text(encoding="utf-8").rpartition(") ")[2][0] == "Z")
 
 
-THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+THP = Path("/sys/kernel/mm/transparent_hugepage")
+GLIBC = platform.libc_ver()
 
 
-@pytest.mark.skipif(not THP.is_file() or "[never]" in THP.read_text(), reason="no pages of 2 MB are lent here")
+@pytest.mark.skipif(
+    GLIBC[0] != "glibc"
+    or [int(part) for part in GLIBC[1].split(".")] < [2, 35]
+    or not THP.is_dir()
+    or "[never]" in (THP / "enabled").read_text()
+    or int((THP / "hpage_pmd_size").read_text()) != 2 << 20,
+    reason="no pages of 2 MB are lent here, or not by this C library",
+)
 @pytest.mark.parametrize(("variables", "takes"), [({}, True), ({"PYTHONMALLOC": "pymalloc"}, False)])
-def test_the_command_takes_large_pages(private_home: Path, variables: dict[str, str], takes: bool):
+def test_the_command_takes_large_pages(
+    private_home: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], takes: bool
+):
+    for name in LARGE_PAGES:
+        monkeypatch.delenv(name, raising=False)
     with served(private_home, "--stdio", **variables) as process:
         read_line(process)
         began_with = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")

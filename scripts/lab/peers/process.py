@@ -28,7 +28,9 @@ ROOT = Path(__file__).resolve().parents[3]
 OPEN_S, ANSWER_S, STOP_S = 900.0, 900.0, 10.0
 SETTLE_S = 0.05
 TAIL = 300
-ENVIRONMENT = {"GGML_NO_BACKTRACE": "1", NO_TELEMETRY: "1", **LARGE_PAGES}  # as our command; for all runtimes
+ENVIRONMENT = {"GGML_NO_BACKTRACE": "1", NO_TELEMETRY: "1"}
+if sys.platform == "linux":
+    ENVIRONMENT |= LARGE_PAGES  # as our command; for all runtimes
 
 
 class RuntimeFailure(Exception):
