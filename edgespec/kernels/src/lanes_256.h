@@ -11,7 +11,7 @@ struct Two { __m256i a, b; };
 struct TwoFloats { __m256 a, b; };
 
 struct Lanes {
-  static constexpr int kRows = 6, kPairs = 6, kSums = 6, kAhead = 8192;
+  static constexpr int kPairs = 6, kSums = 6, kAhead = 8192;
   static constexpr bool kSignedCodes = false;
   using Bytes = Two;
   using Int = Two;
@@ -25,6 +25,8 @@ struct Lanes {
   OP __m256i four_bytes(const void* p) { int32_t x; memcpy(&x, p, 4); return _mm256_set1_epi32(x); }
 
   OP Bytes load(const uint8_t* p) { return {load1(p), load1(p + 32)}; }
+  OP void store1(uint8_t* p, __m256i x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+  OP void store(uint8_t* p, Bytes x) { store1(p, x.a); store1(p + 32, x.b); }
   template <int n> OP __m256i shift1(__m256i x) {
     return n == 0 ? x : n < 0 ? _mm256_srli_epi16(x, n < 0 ? -n : 0) : _mm256_slli_epi16(x, n > 0 ? n : 0);
   }
@@ -52,6 +54,7 @@ struct Lanes {
   }
 
 #if defined(__AVXVNNI__)
+  static constexpr int kRows = 6, kBestRows = 6;
   static constexpr bool kWideParts = true;
   static constexpr int capacity(int max_code) { return max_code > 15 ? 64 : max_code > 7 ? 4 : 8; }  // few: parts of 16 bits
   template <bool first> OP Part dot(Part sum, Bytes w, const int8_t* q) {
@@ -73,6 +76,7 @@ struct Lanes {
   }
 #else
   // vpmaddubsw sums two products in 16 bits, which hold max_code * 127 * 2 * quads. Codes of 8 bits are split into nibbles.
+  static constexpr int kRows = 5, kBestRows = 4;  // with 6 a sum waits in memory, each time for the one before
   static constexpr bool kWideParts = false;
   static constexpr int capacity(int max_code) { return max_code > 63 ? 8 : max_code > 31 ? 2 : max_code > 15 ? 4 : 8; }
   OP __m256i add16(__m256i x, __m256i y) {

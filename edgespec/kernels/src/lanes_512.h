@@ -8,7 +8,7 @@
 namespace edgespec {
 namespace {
 struct Lanes {
-  static constexpr int kRows = 12, kPairs = 6, kSums = 24, kAhead = 8192;
+  static constexpr int kRows = 12, kBestRows = 12, kPairs = 6, kSums = 24, kAhead = 8192;
   static constexpr bool kWideParts = true, kSignedCodes = false;
   static constexpr int capacity(int max_code) { return max_code > 15 ? 64 : max_code > 7 ? 4 : 8; }  // few: parts of 16 bits
   using Bytes = __m512i;
@@ -19,6 +19,7 @@ struct Lanes {
   using Float = __m512;
 
   OP Bytes load(const uint8_t* p) { return _mm512_loadu_si512(p); }
+  OP void store(uint8_t* p, Bytes x) { _mm512_storeu_si512(p, x); }
   template <int n> OP Bytes shift(Bytes x) {
     return n == 0 ? x : n < 0 ? _mm512_srli_epi16(x, n < 0 ? -n : 0) : _mm512_slli_epi16(x, n > 0 ? n : 0);
   }

@@ -31,7 +31,7 @@ INLINE void codes32(const float* x, float inverse, int8_t* q, int* sums) {
 struct Lanes {
   // Rows: their parts take 16 registers, the codes 4; sums of super-blocks wait in memory. Sums of attention: 24, and 5 for a factor and
   // what it multiplies.
-  static constexpr int kRows = 4, kPairs = 6, kSums = 6, kAhead = 4096;
+  static constexpr int kRows = 4, kBestRows = 4, kPairs = 6, kSums = 6, kAhead = 4096;
   static constexpr bool kWideParts = true;
   static constexpr int capacity(int) { return 64; }
   struct Bytes { uint8x16_t at[4]; };
@@ -48,6 +48,7 @@ struct Lanes {
   OP int32x4_t as_ints(int16x8_t x) { return vreinterpretq_s32_s16(x); }
 
   OP Bytes load(const uint8_t* p) { return EACH(Bytes, vld1q_u8(p + 16 * i)); }
+  OP void store(uint8_t* p, Bytes x) { UNROLL for (int i = 0; i < 4; i++) vst1q_u8(p + 16 * i, x.at[i]); }
   template <int n> OP Bytes shift(Bytes x) {
     if constexpr (n < 0) return EACH(Bytes, vshrq_n_u8(x.at[i], -n));
     else if constexpr (n > 0) return EACH(Bytes, vshlq_n_u8(x.at[i], n));

@@ -24,7 +24,7 @@ void codes32(const float* x, float inverse, int8_t* q, int* sums) {
   }
 }
 struct Lanes {
-  static constexpr int kRows = 1, kPairs = 1, kSums = 1, kAhead = 4096;
+  static constexpr int kRows = 1, kBestRows = 1, kPairs = 1, kSums = 1, kAhead = 4096;
   static constexpr bool kWideParts = true, kSignedCodes = false;
   static constexpr int capacity(int) { return 64; }
   struct Bytes { uint8_t at[64]; };
@@ -45,6 +45,7 @@ struct Lanes {
   }
 
   static Bytes load(const uint8_t* p) { Bytes x; memcpy(x.at, p, 64); return x; }
+  static void store(uint8_t* p, const Bytes& x) { memcpy(p, x.at, 64); }
   template <int n>
   static Bytes shift(const Bytes& x) {
     return bytes([&](int i) { return n < 0 ? x.at[i] >> (n < 0 ? -n : 0) : x.at[i] << (n > 0 ? n : 0); });

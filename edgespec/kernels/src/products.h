@@ -1,7 +1,8 @@
 // Kernels of one instruction set, which `Lanes` (declared by the including file) stands for.
 //
 // Lanes are 16 outputs: Bytes (codes, 4 inputs of each), Int and Float, Pair (2 int16 of each), Part (sums of products of up
-// to capacity(max_code) quads, in less than 32 bits unless kWideParts), and what is done with them. kRows rows at a time.
+// to capacity(max_code) quads, in less than 32 bits unless kWideParts), and what is done with them. At most kRows rows at a
+// time, best kBestRows.
 //
 // Same bits everywhere: sums of integers are exact, and each row and output meets the same float operations in the same
 // order, one fused multiply-add a block (two where there are mins), whatever rows are beside it and on every path.
@@ -99,6 +100,29 @@ template <Type kType> constexpr int kPasses = format(kType).is_signed() && !Lane
 template <class F, int... kJ> INLINE void unrolled(F f, std::integer_sequence<int, kJ...>) { (f(std::integral_constant<int, kJ>()), ...); }
 template <int kCount, class F> INLINE void unrolled(F f) { unrolled(f, std::make_integer_sequence<int, kCount>()); }
 
+// Codes of 32 inputs as `codes` gives them, one plane for each quad and pass. Where so many parts of the rows meet a block that
+// it pays, they are unpacked once for all: joining the bits of Q5_K takes as long as multiplying them with two rows.
+template <Type kType> constexpr int kUnpackedBytes = kPasses<kType> * 8 * 64;
+template <Type kType> constexpr bool is_unpacked(int parts) {
+  constexpr Format f = format(kType);
+  return !f.is_float() && (f.low < 8 || kPasses<kType> > 1) && parts >= (f.high || f.table ? 2 : 4);
+}
+template <Type kType> void unpack(const uint8_t* tile, int64_t blocks, uint8_t* out) {
+  constexpr Format f = format(kType);
+  for (int64_t b = 0; b < blocks; b++) for (int at = 0; at < f.inputs / 32; at++) {
+    const uint8_t* planes = tile + b * f.tile_bytes() + f.planes_at() + at * f.plane_bytes();
+    unrolled<kPasses<kType>>([&](auto pass) ALWAYS_INLINE { unrolled<8>([&](auto j) ALWAYS_INLINE {
+      Lanes::store(out, codes<kType, j, pass>(planes));
+      out += 64;
+    }); });
+  }
+}
+// Codes of quad j, from planes that are packed or not.
+template <Type kType, bool kUnpacked, int j, int pass> INLINE Lanes::Bytes codes_at(const uint8_t* planes) {
+  if constexpr (kUnpacked) return Lanes::load(planes + (8 * pass + j) * 64);
+  else return codes<kType, j, pass>(planes);
+}
+
 // Fetches what is kAhead further, a little with each part of the work: many at once would keep the loads of that work
 // waiting. Into the second level: the first one is full of activations, and every line that is fetched into it drives one
 // out. Past the end at worst: a prefetch never faults.
@@ -108,8 +132,10 @@ INLINE void fetch_ahead(const uint8_t* from) {
 }
 
 // Adds one super-block to `v`.
-template <Type kType, int kRows> INLINE void add_super_block(const uint8_t* tile, const Activations256* a, Lanes::Float* v) {
+template <Type kType, int kRows, bool kUnpacked>
+INLINE void add_super_block(const uint8_t* tile, const uint8_t* planes, const Activations256* a, Lanes::Float* v) {
   constexpr Format f = format(kType);
+  constexpr int plane_bytes = kUnpacked ? kUnpackedBytes<kType> : f.plane_bytes();
   constexpr int groups32 = f.group / 32 ? 2 : 1;  // groups of 32 inputs that a pair of scales is for
   constexpr int capacity = Lanes::capacity(f.max_code()), quads = capacity < f.group / 4 ? capacity : f.group / 4;  // of a part
   constexpr int offset = kOffset<kType>;
@@ -127,7 +153,7 @@ template <Type kType, int kRows> INLINE void add_super_block(const uint8_t* tile
       unrolled<kPasses<kType>>([&](auto pass) ALWAYS_INLINE {
         Lanes::Part part[kRows];
         unrolled<8>([&](auto j) ALWAYS_INLINE {
-          const Lanes::Bytes c = codes<kType, j, pass>(tile + f.planes_at() + at * f.plane_bytes());
+          const Lanes::Bytes c = codes_at<kType, kUnpacked, j, pass>(planes + at * plane_bytes);
           if constexpr (starts_at_offset && j % quads == 0)
             UNROLL for (int r = 0; r < kRows; r++) part[r] = Lanes::broadcast(a[r].minus32[2 * at + j / 4]);
           constexpr bool is_first = j % quads == 0 && !starts_at_offset;
@@ -158,7 +184,8 @@ template <Type kType> INLINE Lanes::Float scales(const uint8_t* tile) {
   else return Lanes::load_halves(tile);
 }
 // Adds one block of 32 inputs to `v`.
-template <Type kType, int kRows> INLINE void add_block(const uint8_t* tile, const Activations32* a, Lanes::Float* v) {
+template <Type kType, int kRows, bool kUnpacked>
+INLINE void add_block(const uint8_t* tile, const uint8_t* planes, const Activations32* a, Lanes::Float* v) {
   constexpr Format f = format(kType);
   constexpr int quads = Lanes::capacity(f.max_code()) < 8 ? Lanes::capacity(f.max_code()) : 8;  // of a part
   Lanes::Int sum[kRows];
@@ -168,7 +195,7 @@ template <Type kType, int kRows> INLINE void add_block(const uint8_t* tile, cons
   unrolled<kPasses<kType>>([&](auto pass) ALWAYS_INLINE {
     [[maybe_unused]] Lanes::Part part[kRows];
     unrolled<8>([&](auto j) ALWAYS_INLINE {
-      const Lanes::Bytes c = codes<kType, j, pass>(tile + f.planes_at());
+      const Lanes::Bytes c = codes_at<kType, kUnpacked, j, pass>(planes);
       if constexpr (Lanes::kWideParts) UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::dot<false>(sum[r], c, a[r].q + 4 * j);
       else UNROLL for (int r = 0; r < kRows; r++) part[r] = Lanes::dot<j % quads == 0>(part[r], c, a[r].q + 4 * j);
       if constexpr (!Lanes::kWideParts && (j + 1) % quads == 0)
@@ -183,15 +210,17 @@ template <Type kType, int kRows> INLINE void add_block(const uint8_t* tile, cons
 }
 
 // Adds `blocks` blocks to the sums of kRows rows, [kRows][16]. `stride`: bytes from one block of activations to the next (floats: from row
-// to row).
-template <Type kType, int kRows> void step(const uint8_t* tile, int64_t blocks, const uint8_t* activations, int64_t stride, float* sums) {
+// to row). `unpacked`: the codes of these blocks, if kUnpacked.
+template <Type kType, bool kUnpacked, int kRows>
+void step(const uint8_t* tile, const uint8_t* unpacked, int64_t blocks, const uint8_t* activations, int64_t stride, float* sums) {
   constexpr Format f = format(kType);
   Lanes::Float v[kRows];
   UNROLL for (int r = 0; r < kRows; r++) v[r] = Lanes::load_floats(sums + r * kOutputs);
   for (int64_t b = 0; b < blocks; b++) {
-    const uint8_t* w = tile + b * f.tile_bytes();
-    if constexpr (f.is_super()) add_super_block<kType, kRows>(w, reinterpret_cast<const Activations256*>(activations + b * stride), v);
-    else if constexpr (f.inputs == 32) add_block<kType, kRows>(w, reinterpret_cast<const Activations32*>(activations + b * stride), v);
+    const uint8_t *w = tile + b * f.tile_bytes(), *x = activations + b * stride;
+    const uint8_t* planes = kUnpacked ? unpacked + b * (f.inputs / 32) * kUnpackedBytes<kType> : w + f.planes_at();
+    if constexpr (f.is_super()) add_super_block<kType, kRows, kUnpacked>(w, planes, reinterpret_cast<const Activations256*>(x), v);
+    else if constexpr (f.inputs == 32) add_block<kType, kRows, kUnpacked>(w, planes, reinterpret_cast<const Activations32*>(x), v);
     else {
       const Lanes::Float weights = Lanes::load_weights<kType>(w);
       UNROLL for (int r = 0; r < kRows; r++) v[r] =
@@ -201,10 +230,17 @@ template <Type kType, int kRows> void step(const uint8_t* tile, int64_t blocks, 
   UNROLL for (int r = 0; r < kRows; r++) Lanes::store_floats(sums + r * kOutputs, v[r]);
 }
 
-using Step = void (*)(const uint8_t*, int64_t, const uint8_t*, int64_t, float*);
-template <Type kType, int... kRows> constexpr Step step_of(int rows, std::integer_sequence<int, kRows...>) {
-  constexpr Step steps[] = {step<kType, kRows + 1>...};
-  return steps[rows - 1];
+using Step = void (*)(const uint8_t*, const uint8_t*, int64_t, const uint8_t*, int64_t, float*);
+template <Type kType, bool kUnpacked, int kLeast, int... kMore> constexpr Step step_of(int rows, std::integer_sequence<int, kMore...>) {
+  constexpr Step steps[] = {step<kType, kUnpacked, kLeast + kMore>...};
+  return steps[rows - kLeast];
+}
+// One of several parts has at least half of the most rows.
+template <Type kType> Step step_of(int rows, bool unpacked) {
+  constexpr int least = Lanes::kRows > 1 ? Lanes::kRows / 2 : 1;
+  if constexpr (is_unpacked<kType>(kRowBlock)) if (unpacked)
+    return step_of<kType, true, least>(rows, std::make_integer_sequence<int, Lanes::kRows - least + 1>());
+  return step_of<kType, false, 1>(rows, std::make_integer_sequence<int, Lanes::kRows>());
 }
 
 void put(const float* sums, int rows, float* y, int64_t stride, const float* bias, int count) {
@@ -216,20 +252,23 @@ template <Type kType>
 void product_of(const uint8_t* tiles, int64_t n, int64_t k, const uint8_t* activations, int rows, float* y, int64_t stride,
                 const float* bias, int64_t first, int64_t last) {
   constexpr Format f = format(kType);
-  const int parts = (rows + Lanes::kRows - 1) / Lanes::kRows;
+  const int least = (rows + Lanes::kRows - 1) / Lanes::kRows, best = rows / Lanes::kBestRows, parts = best > least ? best : least;
   const int64_t blocks = k / f.inputs, row_bytes = f.is_float() ? k * 4 : activation_bytes(f.inputs),
                 block_bytes = f.is_float() ? 4 : rows * row_bytes;
   const int64_t chunk = parts == 1 ? blocks : f.is_super() ? 1 : f.is_float() ? 64 : 8;  // that all rows meet before the next
+  const bool unpacked = is_unpacked<kType>(parts);
   alignas(64) float sums[kRowBlock * kOutputs];
+  alignas(64) uint8_t planes[is_unpacked<kType>(kRowBlock) ? 8 * kUnpackedBytes<kType> : 1];
   for (int64_t t = first; t < last; t++) {
     memset(sums, 0, sizeof(float) * kOutputs * size_t(rows));
     for (int64_t b = 0; b < blocks; b += chunk) {
       const uint8_t* tile = tiles + (t * blocks + b) * f.tile_bytes();
       const int64_t count = blocks - b < chunk ? blocks - b : chunk;
+      if constexpr (is_unpacked<kType>(kRowBlock)) if (unpacked) unpack<kType>(tile, count, planes);
       for (int p = 0, r = 0; p < parts; p++) {  // groups of rows as even as possible
         const int size = (rows - r) / (parts - p);
-        step_of<kType>(size, std::make_integer_sequence<int, Lanes::kRows>())(tile, count, activations + b * block_bytes + r * row_bytes,
-                                                                              f.is_float() ? row_bytes : block_bytes, sums + r * kOutputs);
+        const uint8_t* x = activations + b * block_bytes + r * row_bytes;
+        step_of<kType>(size, unpacked)(tile, planes, count, x, f.is_float() ? row_bytes : block_bytes, sums + r * kOutputs);
         r += size;
       }
     }
