@@ -12,7 +12,6 @@ struct TwoFloats { __m256 a, b; };
 
 struct Lanes {
   static constexpr int kPairs = 6, kSums = 6, kAhead = 8192;
-  static constexpr bool kSignedCodes = false;
   using Bytes = Two;
   using Int = Two;
   using Part = Two;
@@ -41,10 +40,11 @@ struct Lanes {
     return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)};
   }
   OP Bytes look_up(Bytes x, const uint8_t* table) {
-    const __m256i values = _mm256_broadcastsi128_si256(load_half(table));
+    const __m256i values = centre1(_mm256_broadcastsi128_si256(load_half(table)));
     return {_mm256_shuffle_epi8(values, x.a), _mm256_shuffle_epi8(values, x.b)};
   }
-  OP Bytes centre(Bytes x) { return x; }
+  OP __m256i centre1(__m256i x) { return kSignedCodes ? _mm256_xor_si256(x, _mm256_set1_epi8(-128)) : x; }
+  OP Bytes centre(Bytes x) { return {centre1(x.a), centre1(x.b)}; }
   OP Int zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
   OP Int broadcast(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
   OP Int add(Int x, Int y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
@@ -55,15 +55,14 @@ struct Lanes {
 
 #if defined(__AVXVNNI__)
   static constexpr int kRows = 6, kBestRows = 6;
-  static constexpr bool kWideParts = true;
+  static constexpr bool kWideParts = true, kSignedCodes = false;
   static constexpr int capacity(int max_code) { return max_code > 15 ? 64 : max_code > 7 ? 4 : 8; }  // few: parts of 16 bits
-  template <bool first> OP Part dot(Part sum, Bytes w, const int8_t* q) {
+  template <bool first, bool> OP Part dot(Part sum, Bytes w, const int8_t* q) {
     const __m256i x = four_bytes(q);
     if (first) sum = zero();
     return {_mm256_dpbusd_avx_epi32(sum.a, w.a, x), _mm256_dpbusd_avx_epi32(sum.b, w.b, x)};
   }
-  template <int factor> OP Int add_part(Int sum, Part p) { return add(sum, p); }
-  OP Scale sixteenfold(Scale s) { return s; }
+  OP Int add_part(Int sum, Part p) { return add(sum, p); }
   template <bool narrow> OP Int add_scaled(Int sum, Part p, Scale s) {
     if (narrow) return {_mm256_dpwssd_avx_epi32(sum.a, p.a, s.a), _mm256_dpwssd_avx_epi32(sum.b, p.b, s.b)};
     return add(sum, {_mm256_mullo_epi32(p.a, s.a), _mm256_mullo_epi32(p.b, s.b)});
@@ -75,26 +74,26 @@ struct Lanes {
     return {_mm256_dpwssd_avx_epi32(sum.a, p.a, x), _mm256_dpwssd_avx_epi32(sum.b, p.b, x)};
   }
 #else
-  // vpmaddubsw sums two products in 16 bits, which hold max_code * 127 * 2 * quads. Codes of 8 bits are split into nibbles.
+  // vpmaddubsw sums two products in 16 bits, which hold max_code * 127 * 2 * quads. Codes of 8 bits are signed: what it takes
+  // is their magnitudes, 128 at most, and the activations with their signs.
   static constexpr int kRows = 5, kBestRows = 4;  // with 6 a sum waits in memory, each time for the one before
-  static constexpr bool kWideParts = false;
-  static constexpr int capacity(int max_code) { return max_code > 63 ? 8 : max_code > 31 ? 2 : max_code > 15 ? 4 : 8; }
+  static constexpr bool kWideParts = false, kSignedCodes = true;
+  static constexpr int capacity(int max_code) { return max_code > 63 ? 1 : max_code > 31 ? 2 : max_code > 15 ? 4 : 8; }
   OP __m256i add16(__m256i x, __m256i y) {
     x = _mm256_add_epi16(x, y);
     asm("" : "+x"(x));  // GCC would reassociate the sums into a tree and spill every product
     return x;
   }
-  template <bool first> OP Part dot(Part sum, Bytes w, const int8_t* q) {
+  OP __m256i signed1(__m256i w, __m256i x) { return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)); }
+  template <bool first, bool is_signed> OP Part dot(Part sum, Bytes w, const int8_t* q) {
+    if (is_signed) return {signed1(w.a, four_bytes(q)), signed1(w.b, four_bytes(q))};
     const __m256i x = four_bytes(q), a = _mm256_maddubs_epi16(w.a, x), b = _mm256_maddubs_epi16(w.b, x);
     if (first) return {a, b};
     return {add16(sum.a, a), add16(sum.b, b)};
   }
   // A scale is in both halves of 32 bits.
   template <bool> OP Int add_scaled(Int sum, Part p, Scale s) { return add(sum, {_mm256_madd_epi16(p.a, s.a), _mm256_madd_epi16(p.b, s.b)}); }
-  template <int factor> OP Int add_part(Int sum, Part p) {
-    return add_scaled<true>(sum, p, {_mm256_set1_epi16(factor), _mm256_set1_epi16(factor)});
-  }
-  OP Scale sixteenfold(Scale s) { return {_mm256_slli_epi16(s.a, 4), _mm256_slli_epi16(s.b, 4)}; }
+  OP Int add_part(Int sum, Part p) { return add_scaled<true>(sum, p, {_mm256_set1_epi16(1), _mm256_set1_epi16(1)}); }
   OP __m256i first1(__m256i p) { return _mm256_blend_epi16(p, _mm256_slli_epi32(p, 16), 0xaa); }
   OP __m256i second1(__m256i p) { return _mm256_blend_epi16(p, _mm256_srli_epi32(p, 16), 0x55); }
   OP Scale first(Pair p) { return {first1(p.a), first1(p.b)}; }

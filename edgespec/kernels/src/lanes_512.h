@@ -37,15 +37,14 @@ struct Lanes {
   OP Int zero() { return _mm512_setzero_si512(); }
   OP Int broadcast(int32_t x) { return _mm512_set1_epi32(x); }
   OP Int four_bytes(const void* p) { int32_t x; memcpy(&x, p, 4); return _mm512_set1_epi32(x); }
-  template <bool first> OP Part dot(Part sum, Bytes w, const int8_t* q) {
+  template <bool first, bool> OP Part dot(Part sum, Bytes w, const int8_t* q) {
     return _mm512_dpbusd_epi32(first ? zero() : sum, w, four_bytes(q));
   }
-  template <int> OP Int add_part(Int sum, Part p) { return _mm512_add_epi32(sum, p); }
+  OP Int add_part(Int sum, Part p) { return _mm512_add_epi32(sum, p); }
   template <bool narrow> OP Int add_scaled(Int sum, Part p, Scale s) {
     return narrow ? _mm512_dpwssd_epi32(sum, p, s) : _mm512_add_epi32(sum, _mm512_mullo_epi32(p, s));
   }
   OP Pair load_pair(const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
-  OP Scale sixteenfold(Scale s) { return s; }
   OP Scale first(Pair p) { return _mm512_srai_epi32(_mm512_slli_epi32(p, 16), 16); }
   OP Scale second(Pair p) { return _mm512_srai_epi32(p, 16); }
   OP Int add_pairs(Int sum, Pair p, const int16_t* x) { return _mm512_dpwssd_epi32(sum, p, four_bytes(x)); }

@@ -75,15 +75,14 @@ struct Lanes {
 
   OP Int zero() { return broadcast(0); }
   OP Int broadcast(int32_t x) { return EACH(Int, ((void)i, vdupq_n_s32(x))); }
-  template <bool first> OP Part dot(Part sum, Bytes w, const int8_t* q) {
+  template <bool first, bool> OP Part dot(Part sum, Bytes w, const int8_t* q) {
     const int8x8_t x = four_bytes(q);
     if (first) sum = zero();
     return EACH(Part, dot4(sum.at[i], w.at[i], x));
   }
-  template <int> OP Int add_part(Int sum, Part p) { return EACH(Int, vaddq_s32(sum.at[i], p.at[i])); }
+  OP Int add_part(Int sum, Part p) { return EACH(Int, vaddq_s32(sum.at[i], p.at[i])); }
   template <bool> OP Int add_scaled(Int sum, Part p, Scale s) { return EACH(Int, vmlaq_s32(sum.at[i], p.at[i], s.at[i])); }
   OP Pair load_pair(const int8_t* p) { return EACH(Pair, vmovl_s8(vld1_s8(p + 8 * i))); }
-  OP Scale sixteenfold(Scale s) { return s; }
   OP Scale first(Pair p) { return EACH(Scale, vshrq_n_s32(vshlq_n_s32(as_ints(p.at[i]), 16), 16)); }
   OP Scale second(Pair p) { return EACH(Scale, vshrq_n_s32(as_ints(p.at[i]), 16)); }
   OP Int add_pairs(Int sum, Pair p, const int16_t* q) {

@@ -60,17 +60,16 @@ struct Lanes {
   static Bytes centre(const Bytes& x) { return x; }
   static Int zero() { return {}; }
   static Int broadcast(int32_t x) { return ints([&](int) { return x; }); }
-  template <bool first> static Part dot(const Part& sum, const Bytes& w, const int8_t* q) {
+  template <bool first, bool> static Part dot(const Part& sum, const Bytes& w, const int8_t* q) {
     return ints([&](int i) {
       return (first ? 0 : sum.at[i]) + w.at[4 * i] * q[0] + w.at[4 * i + 1] * q[1] + w.at[4 * i + 2] * q[2] + w.at[4 * i + 3] * q[3];
     });
   }
-  template <int> static Int add_part(const Int& sum, const Part& p) { return ints([&](int i) { return sum.at[i] + p.at[i]; }); }
+  static Int add_part(const Int& sum, const Part& p) { return ints([&](int i) { return sum.at[i] + p.at[i]; }); }
   template <bool> static Int add_scaled(const Int& sum, const Part& p, const Scale& s) {
     return ints([&](int i) { return sum.at[i] + p.at[i] * s.at[i]; });
   }
   static Pair load_pair(const int8_t* p) { Pair x; for (int i = 0; i < 32; i++) x.at[i] = p[i]; return x; }
-  static Scale sixteenfold(const Scale& s) { return s; }
   static Scale first(const Pair& p) { return ints([&](int i) { return p.at[2 * i]; }); }
   static Scale second(const Pair& p) { return ints([&](int i) { return p.at[2 * i + 1]; }); }
   static Int add_pairs(const Int& sum, const Pair& p, const int16_t* x) {

@@ -81,8 +81,8 @@ bool quantise(int inputs, int gate_kind, const float* x, int64_t k, int64_t row,
 }
 
 // ---- products
-// Codes of quad j of 32 inputs. Where parts are narrow, codes of 8 bits take two passes: their lower, their upper nibbles.
-template <Type kType, int j, int pass> INLINE Lanes::Bytes codes(const uint8_t* planes) {
+// Codes of quad j of 32 inputs.
+template <Type kType, int j> INLINE Lanes::Bytes codes(const uint8_t* planes) {
   constexpr Format f = format(kType);
   constexpr int low_mask = (1 << f.low) - 1, high_mask = ((1 << f.high) - 1) << f.low;
   Lanes::Bytes c = Lanes::shift<-(j * f.low % 8)>(Lanes::load(planes + j * f.low / 8 * 64));
@@ -91,36 +91,32 @@ template <Type kType, int j, int pass> INLINE Lanes::Bytes codes(const uint8_t* 
   else if constexpr (f.low < 8) c = Lanes::mask<low_mask>(c);
   if constexpr (f.table != nullptr) c = Lanes::look_up(c, f.table);
   else if constexpr (f.is_signed()) c = Lanes::centre(c);
-  if constexpr (f.is_signed() && !Lanes::kWideParts) return Lanes::mask<15>(Lanes::shift<-4 * pass>(c));
   return c;
 }
 // What a code stands for is this much less: nothing where the dot products take the codes of 8 bits as signed ones.
 template <Type kType> constexpr int kOffset = format(kType).is_signed() && Lanes::kSignedCodes ? 0 : format(kType).offset;
-template <Type kType> constexpr int kPasses = format(kType).is_signed() && !Lanes::kWideParts ? 2 : 1;
 template <class F, int... kJ> INLINE void unrolled(F f, std::integer_sequence<int, kJ...>) { (f(std::integral_constant<int, kJ>()), ...); }
 template <int kCount, class F> INLINE void unrolled(F f) { unrolled(f, std::make_integer_sequence<int, kCount>()); }
 
-// Codes of 32 inputs as `codes` gives them, one plane for each quad and pass. Where so many parts of the rows meet a block that
-// it pays, they are unpacked once for all: joining the bits of Q5_K takes as long as multiplying them with two rows.
-template <Type kType> constexpr int kUnpackedBytes = kPasses<kType> * 8 * 64;
+// Codes of 32 inputs as `codes` gives them, a plane for each quad. Where so many parts of the rows meet a block that it pays,
+// they are unpacked once for all: joining the bits of Q5_K takes as long as multiplying them with two rows.
+constexpr int kUnpackedBytes = 8 * 64;
 template <Type kType> constexpr bool is_unpacked(int parts) {
   constexpr Format f = format(kType);
-  return !f.is_float() && (f.low < 8 || kPasses<kType> > 1) && parts >= (f.high || f.table ? 2 : 4);
+  return f.low < 8 && parts >= (f.high || f.table ? 2 : 4);
 }
 template <Type kType> void unpack(const uint8_t* tile, int64_t blocks, uint8_t* out) {
   constexpr Format f = format(kType);
   for (int64_t b = 0; b < blocks; b++) for (int at = 0; at < f.inputs / 32; at++) {
     const uint8_t* planes = tile + b * f.tile_bytes() + f.planes_at() + at * f.plane_bytes();
-    unrolled<kPasses<kType>>([&](auto pass) ALWAYS_INLINE { unrolled<8>([&](auto j) ALWAYS_INLINE {
-      Lanes::store(out, codes<kType, j, pass>(planes));
-      out += 64;
-    }); });
+    unrolled<8>([&](auto j) ALWAYS_INLINE { Lanes::store(out + j * 64, codes<kType, j>(planes)); });
+    out += kUnpackedBytes;
   }
 }
 // Codes of quad j, from planes that are packed or not.
-template <Type kType, bool kUnpacked, int j, int pass> INLINE Lanes::Bytes codes_at(const uint8_t* planes) {
-  if constexpr (kUnpacked) return Lanes::load(planes + (8 * pass + j) * 64);
-  else return codes<kType, j, pass>(planes);
+template <Type kType, bool kUnpacked, int j> INLINE Lanes::Bytes codes_at(const uint8_t* planes) {
+  if constexpr (kUnpacked) return Lanes::load(planes + j * 64);
+  else return codes<kType, j>(planes);
 }
 
 // Fetches what is kAhead further, a little with each part of the work: many at once would keep the loads of that work
@@ -135,7 +131,7 @@ INLINE void fetch_ahead(const uint8_t* from) {
 template <Type kType, int kRows, bool kUnpacked>
 INLINE void add_super_block(const uint8_t* tile, const uint8_t* planes, const Activations256* a, Lanes::Float* v) {
   constexpr Format f = format(kType);
-  constexpr int plane_bytes = kUnpacked ? kUnpackedBytes<kType> : f.plane_bytes();
+  constexpr int plane_bytes = kUnpacked ? kUnpackedBytes : f.plane_bytes();
   constexpr int groups32 = f.group / 32 ? 2 : 1;  // groups of 32 inputs that a pair of scales is for
   constexpr int capacity = Lanes::capacity(f.max_code()), quads = capacity < f.group / 4 ? capacity : f.group / 4;  // of a part
   constexpr int offset = kOffset<kType>;
@@ -150,19 +146,17 @@ INLINE void add_super_block(const uint8_t* tile, const uint8_t* planes, const Ac
     unrolled<groups32>([&](auto h) ALWAYS_INLINE {
       const int at = p * groups32 + h;  // group of 32 inputs
       fetch_ahead<f.tile_bytes() / 8>(tile + at * (f.tile_bytes() / 8));
-      unrolled<kPasses<kType>>([&](auto pass) ALWAYS_INLINE {
-        Lanes::Part part[kRows];
-        unrolled<8>([&](auto j) ALWAYS_INLINE {
-          const Lanes::Bytes c = codes_at<kType, kUnpacked, j, pass>(planes + at * plane_bytes);
-          if constexpr (starts_at_offset && j % quads == 0)
-            UNROLL for (int r = 0; r < kRows; r++) part[r] = Lanes::broadcast(a[r].minus32[2 * at + j / 4]);
-          constexpr bool is_first = j % quads == 0 && !starts_at_offset;
-          UNROLL for (int r = 0; r < kRows; r++) part[r] = Lanes::dot<is_first>(part[r], c, a[r].q + 32 * at + 4 * j);
-          if constexpr ((j + 1) % quads == 0) {
-            const Lanes::Scale s = scale[groups32 == 2 ? h : j / 4];
-            UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::add_scaled<narrow>(sum[r], part[r], pass ? Lanes::sixteenfold(s) : s);
-          }
-        });
+      Lanes::Part part[kRows];
+      unrolled<8>([&](auto j) ALWAYS_INLINE {
+        const Lanes::Bytes c = codes_at<kType, kUnpacked, j>(planes + at * plane_bytes);
+        if constexpr (starts_at_offset && j % quads == 0)
+          UNROLL for (int r = 0; r < kRows; r++) part[r] = Lanes::broadcast(a[r].minus32[2 * at + j / 4]);
+        constexpr bool is_first = j % quads == 0 && !starts_at_offset;
+        UNROLL for (int r = 0; r < kRows; r++) part[r] = Lanes::dot<is_first, f.is_signed()>(part[r], c, a[r].q + 32 * at + 4 * j);
+        if constexpr ((j + 1) % quads == 0) {
+          const Lanes::Scale s = scale[groups32 == 2 ? h : j / 4];
+          UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::add_scaled<narrow>(sum[r], part[r], s);
+        }
       });
     });
   }
@@ -192,15 +186,15 @@ INLINE void add_block(const uint8_t* tile, const uint8_t* planes, const Activati
   fetch_ahead<f.tile_bytes()>(tile);
   constexpr int which = f.offset == 8 ? 0 : f.offset == 16 ? 1 : 2;
   UNROLL for (int r = 0; r < kRows; r++) sum[r] = kOffset<kType> ? Lanes::broadcast(a[r].offsets[which]) : Lanes::zero();
-  unrolled<kPasses<kType>>([&](auto pass) ALWAYS_INLINE {
-    [[maybe_unused]] Lanes::Part part[kRows];
-    unrolled<8>([&](auto j) ALWAYS_INLINE {
-      const Lanes::Bytes c = codes_at<kType, kUnpacked, j, pass>(planes);
-      if constexpr (Lanes::kWideParts) UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::dot<false>(sum[r], c, a[r].q + 4 * j);
-      else UNROLL for (int r = 0; r < kRows; r++) part[r] = Lanes::dot<j % quads == 0>(part[r], c, a[r].q + 4 * j);
-      if constexpr (!Lanes::kWideParts && (j + 1) % quads == 0)
-        UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::add_part<pass ? 16 : 1>(sum[r], part[r]);
-    });
+  [[maybe_unused]] Lanes::Part part[kRows];
+  unrolled<8>([&](auto j) ALWAYS_INLINE {
+    const Lanes::Bytes c = codes_at<kType, kUnpacked, j>(planes);
+    UNROLL for (int r = 0; r < kRows; r++) {
+      if constexpr (Lanes::kWideParts) sum[r] = Lanes::dot<false, f.is_signed()>(sum[r], c, a[r].q + 4 * j);
+      else part[r] = Lanes::dot<j % quads == 0, f.is_signed()>(part[r], c, a[r].q + 4 * j);
+    }
+    if constexpr (!Lanes::kWideParts && (j + 1) % quads == 0)
+      UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::add_part(sum[r], part[r]);
   });
   const Lanes::Float d = scales<kType>(tile), min = Lanes::load_halves(tile + (f.has_mins ? 32 : 0));
   UNROLL for (int r = 0; r < kRows; r++) {
@@ -218,7 +212,7 @@ void step(const uint8_t* tile, const uint8_t* unpacked, int64_t blocks, const ui
   UNROLL for (int r = 0; r < kRows; r++) v[r] = Lanes::load_floats(sums + r * kOutputs);
   for (int64_t b = 0; b < blocks; b++) {
     const uint8_t *w = tile + b * f.tile_bytes(), *x = activations + b * stride;
-    const uint8_t* planes = kUnpacked ? unpacked + b * (f.inputs / 32) * kUnpackedBytes<kType> : w + f.planes_at();
+    const uint8_t* planes = kUnpacked ? unpacked + b * (f.inputs / 32) * kUnpackedBytes : w + f.planes_at();
     if constexpr (f.is_super()) add_super_block<kType, kRows, kUnpacked>(w, planes, reinterpret_cast<const Activations256*>(x), v);
     else if constexpr (f.inputs == 32) add_block<kType, kRows, kUnpacked>(w, planes, reinterpret_cast<const Activations32*>(x), v);
     else {
@@ -258,7 +252,7 @@ void product_of(const uint8_t* tiles, int64_t n, int64_t k, const uint8_t* activ
   const int64_t chunk = parts == 1 ? blocks : f.is_super() ? 1 : f.is_float() ? 64 : 8;  // that all rows meet before the next
   const bool unpacked = is_unpacked<kType>(parts);
   alignas(64) float sums[kRowBlock * kOutputs];
-  alignas(64) uint8_t planes[is_unpacked<kType>(kRowBlock) ? 8 * kUnpackedBytes<kType> : 1];
+  alignas(64) uint8_t planes[is_unpacked<kType>(kRowBlock) ? 8 * kUnpackedBytes : 1];
   for (int64_t t = first; t < last; t++) {
     memset(sums, 0, sizeof(float) * kOutputs * size_t(rows));
     for (int64_t b = 0; b < blocks; b += chunk) {
