@@ -28,8 +28,8 @@ from rpc import idle, needs_rpc, started
 from table_engine import TableEngine
 
 CONTEXT, SEQUENCES, MAX_BATCH = 400, 3, 64
-# Of the logits' standard deviation; the logits of another token are about 1 away. Where a row alone has another kernel than
-# several, CUDA has come to .087, llama.cpp with AVX2 alone to .108 in two of 8192.
+# Of the logits' standard deviation; the logits of another token are about 1 away. Where a row alone has another kernel
+# than several, CUDA has come to .087, llama.cpp with AVX2 alone to .108 in two of 8192.
 TOLERANCE = 0.2
 OPTIONS = {"context_length": CONTEXT, "max_sequences": SEQUENCES, "max_batch": MAX_BATCH, "threads": TEST_THREADS}
 Loader = Callable[[], Engine]
