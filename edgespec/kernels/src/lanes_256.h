@@ -47,7 +47,17 @@ struct Lanes {
   OP Bytes centre(Bytes x) { return {centre1(x.a), centre1(x.b)}; }
   OP Int zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
   OP Int broadcast(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-  OP Int add(Int x, Int y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+  // Compilers turn a chain of sums into a tree, whose products are spilled, unless each sum is kept.
+  OP __m256i keep(__m256i x) { asm("" : "+x"(x)); return x; }
+  OP Int keep(Int x) { return {keep(x.a), keep(x.b)}; }
+  OP Int add(Int x, Int y) {
+    const Int sum = {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)};
+#if defined(__clang__)
+    return sum;  // and it takes one addend from memory
+#else
+    return keep(sum);
+#endif
+  }
   OP Pair load_pair(const int8_t* p) { return {_mm256_cvtepi8_epi16(load_half(p)), _mm256_cvtepi8_epi16(load_half(p + 16))}; }
   template <int n> OP Int subtract_shifted(Int x, Int y) {
     return {_mm256_sub_epi32(x.a, _mm256_slli_epi32(y.a, n)), _mm256_sub_epi32(x.b, _mm256_slli_epi32(y.b, n))};
@@ -62,7 +72,7 @@ struct Lanes {
     if (first) sum = zero();
     return {_mm256_dpbusd_avx_epi32(sum.a, w.a, x), _mm256_dpbusd_avx_epi32(sum.b, w.b, x)};
   }
-  OP Int add_part(Int sum, Part p) { return add(sum, p); }
+  template <bool> OP Int add_part(Int sum, Part p) { return add(sum, p); }
   template <bool narrow> OP Int add_scaled(Int sum, Part p, Scale s) {
     if (narrow) return {_mm256_dpwssd_avx_epi32(sum.a, p.a, s.a), _mm256_dpwssd_avx_epi32(sum.b, p.b, s.b)};
     return add(sum, {_mm256_mullo_epi32(p.a, s.a), _mm256_mullo_epi32(p.b, s.b)});
@@ -79,11 +89,7 @@ struct Lanes {
   static constexpr int kRows = 5, kBestRows = 4;  // with 6 a sum waits in memory, each time for the one before
   static constexpr bool kWideParts = false, kSignedCodes = true;
   static constexpr int capacity(int max_code) { return max_code > 63 ? 1 : max_code > 31 ? 2 : max_code > 15 ? 4 : 8; }
-  OP __m256i add16(__m256i x, __m256i y) {
-    x = _mm256_add_epi16(x, y);
-    asm("" : "+x"(x));  // GCC would reassociate the sums into a tree and spill every product
-    return x;
-  }
+  OP __m256i add16(__m256i x, __m256i y) { return keep(_mm256_add_epi16(x, y)); }
   OP __m256i signed1(__m256i w, __m256i x) { return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)); }
   template <bool first, bool is_signed> OP Part dot(Part sum, Bytes w, const int8_t* q) {
     if (is_signed) return {signed1(w.a, four_bytes(q)), signed1(w.b, four_bytes(q))};
@@ -93,7 +99,8 @@ struct Lanes {
   }
   // A scale is in both halves of 32 bits.
   template <bool> OP Int add_scaled(Int sum, Part p, Scale s) { return add(sum, {_mm256_madd_epi16(p.a, s.a), _mm256_madd_epi16(p.b, s.b)}); }
-  OP Int add_part(Int sum, Part p) { return add_scaled<true>(sum, p, {_mm256_set1_epi16(1), _mm256_set1_epi16(1)}); }
+  OP Int widen(Part p) { return {_mm256_madd_epi16(p.a, _mm256_set1_epi16(1)), _mm256_madd_epi16(p.b, _mm256_set1_epi16(1))}; }
+  template <bool is_all> OP Int add_part(Int sum, Part p) { return is_all ? widen(p) : keep(add(sum, widen(p))); }
   OP __m256i first1(__m256i p) { return _mm256_blend_epi16(p, _mm256_slli_epi32(p, 16), 0xaa); }
   OP __m256i second1(__m256i p) { return _mm256_blend_epi16(p, _mm256_srli_epi32(p, 16), 0x55); }
   OP Scale first(Pair p) { return {first1(p.a), first1(p.b)}; }

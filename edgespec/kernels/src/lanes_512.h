@@ -40,7 +40,7 @@ struct Lanes {
   template <bool first, bool> OP Part dot(Part sum, Bytes w, const int8_t* q) {
     return _mm512_dpbusd_epi32(first ? zero() : sum, w, four_bytes(q));
   }
-  OP Int add_part(Int sum, Part p) { return _mm512_add_epi32(sum, p); }
+  template <bool> OP Int add_part(Int sum, Part p) { return _mm512_add_epi32(sum, p); }
   template <bool narrow> OP Int add_scaled(Int sum, Part p, Scale s) {
     return narrow ? _mm512_dpwssd_epi32(sum, p, s) : _mm512_add_epi32(sum, _mm512_mullo_epi32(p, s));
   }

@@ -80,7 +80,7 @@ struct Lanes {
     if (first) sum = zero();
     return EACH(Part, dot4(sum.at[i], w.at[i], x));
   }
-  OP Int add_part(Int sum, Part p) { return EACH(Int, vaddq_s32(sum.at[i], p.at[i])); }
+  template <bool> OP Int add_part(Int sum, Part p) { return EACH(Int, vaddq_s32(sum.at[i], p.at[i])); }
   template <bool> OP Int add_scaled(Int sum, Part p, Scale s) { return EACH(Int, vmlaq_s32(sum.at[i], p.at[i], s.at[i])); }
   OP Pair load_pair(const int8_t* p) { return EACH(Pair, vmovl_s8(vld1_s8(p + 8 * i))); }
   OP Scale first(Pair p) { return EACH(Scale, vshrq_n_s32(vshlq_n_s32(as_ints(p.at[i]), 16), 16)); }

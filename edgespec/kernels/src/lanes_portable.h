@@ -65,7 +65,7 @@ struct Lanes {
       return (first ? 0 : sum.at[i]) + w.at[4 * i] * q[0] + w.at[4 * i + 1] * q[1] + w.at[4 * i + 2] * q[2] + w.at[4 * i + 3] * q[3];
     });
   }
-  static Int add_part(const Int& sum, const Part& p) { return ints([&](int i) { return sum.at[i] + p.at[i]; }); }
+  template <bool> static Int add_part(const Int& sum, const Part& p) { return ints([&](int i) { return sum.at[i] + p.at[i]; }); }
   template <bool> static Int add_scaled(const Int& sum, const Part& p, const Scale& s) {
     return ints([&](int i) { return sum.at[i] + p.at[i] * s.at[i]; });
   }

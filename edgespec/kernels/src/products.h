@@ -194,7 +194,7 @@ INLINE void add_block(const uint8_t* tile, const uint8_t* planes, const Activati
       else part[r] = Lanes::dot<j % quads == 0, f.is_signed()>(part[r], c, a[r].q + 4 * j);
     }
     if constexpr (!Lanes::kWideParts && (j + 1) % quads == 0)
-      UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::add_part(sum[r], part[r]);
+      UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::add_part<quads == 8 && !kOffset<kType>>(sum[r], part[r]);
   });
   const Lanes::Float d = scales<kType>(tile), min = Lanes::load_halves(tile + (f.has_mins ? 32 : 0));
   UNROLL for (int r = 0; r < kRows; r++) {
