@@ -26,9 +26,9 @@ SOURCES = Path(__file__).with_name("src")
 HOST = f"{sys.platform}-{platform.machine().lower()}"
 SUFFIXES = {"win32": ".dll", "darwin": ".dylib"}
 X86, ARM = ("x86_64", "amd64"), ("aarch64", "arm64")
-# -ffp-contract=off: all instruction sets must give the same bits. -fno-trapping-math, clang's default: nobody reads the
-# processor's exception flags, and GCC would not vectorise exp() without it.
-FLAGS = (*"-O3 -std=c++17 -fno-exceptions -fno-rtti -fvisibility=hidden -ffp-contract=off -fno-trapping-math".split(),)
+# All instruction sets give the same bits. Nobody reads the processor's exception flags; else GCC vectorises no exp().
+_FLOATS = ("-ffp-contract=off", "-fno-trapping-math")
+FLAGS = ("-O3", "-std=c++17", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", *_FLOATS)
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 # What path.cpp is compiled with for each instruction set, the best first, and the header of its lanes.
 X86_SETS = {
