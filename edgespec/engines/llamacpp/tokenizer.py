@@ -129,7 +129,7 @@ class LlamaCppVocabulary(Vocabulary):
     @cached_property
     def control_names(self) -> tuple[str, ...]:
         """As in the base class. Ordinary tokens all print something, so only the others are checked."""
-        return tuple(self.token_name(token_id) for token_id, _ in self._special if not self.token_bytes(token_id))
+        return tuple(name for at, _ in self._special if not self.token_bytes(at) and (name := self.token_name(at)))
 
     def token_names(self) -> list[str]:
         name_of = partial(library().llama_vocab_get_text, self._require_open())

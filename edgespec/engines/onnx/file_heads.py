@@ -63,7 +63,7 @@ class HeadText:
         self.feature_width = manifest.feature_size // (len(manifest.layers) + 1) * (len(given_layers) + 1)
         # The rows of the head are the input embeddings too, scaled to unit size; a token without one is zero.
         with np.errstate(over="ignore"):
-            size = float(np.sqrt(np.mean(np.square(heads.vocabulary))))
+            size = float(np.linalg.norm(heads.vocabulary) / np.sqrt(heads.vocabulary.size))
         if not 0 < size < np.inf:
             raise ModelFileError(
                 f"the {manifest.kind} heads' vocabulary has rows of mean size {size:g}: train them again "

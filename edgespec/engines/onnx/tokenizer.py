@@ -58,8 +58,8 @@ class TokenizerFile(Vocabulary):
     @cached_property
     def control_names(self) -> tuple[str, ...]:
         """Also those without a row in the model, such as Gemma 3's image token: the graph cannot read them."""
-        added = self._tokenizer.get_added_tokens_decoder().items()
-        return (*super().control_names, *(token.content for token_id, token in added if token_id >= self.size))
+        added = sorted(self._tokenizer.get_added_tokens_decoder().items())
+        return tuple(each.content for at, each in added if each.content and (each.special or at >= self.size))
 
     @cached_property
     def printed_names(self) -> tuple[str, ...]:
