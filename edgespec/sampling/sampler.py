@@ -20,10 +20,8 @@ from edgespec.sampling.noise import Noise, Stream
 from edgespec.types import Distribution, Draft, Logits, TokenIds, one_hot
 
 _LEAST_WEIGHT = sys.float_info.min
-# What a temperature divides is a difference of two float32, so that lower ones give the same weights, 0 and 1, and
-# would only overflow.
-_LEAST_DIVISOR = 1e-250
-_LOG2_E = np.float32(math.log2(math.e))
+# It divides a difference of two logits, so that lower ones give the same weights, 0 and 1, and would only overflow.
+_LEAST_DIVISOR = 1e-30
 _LEAST_SAFE_SUM, _MOST_SAFE_SUM = 1e-25, 1e37  # range without relevant under- or overflow in float32
 _FIRST_NUCLEUS = 256  # number of candidates tried first for top-p without top-k
 # Elements per column of the top-k prefilter. In a short row, comparing all elements is cheaper than selecting columns.
@@ -158,8 +156,7 @@ class Sampler:
         return tuple((token_id, float(logits[token_id]) - shift - log_sum) for token_id in token_ids.tolist())
 
     def _normaliser(self, logits: Logits) -> tuple[float, float]:
-        """(shift to subtract from a row, log of the sum of exponentials after the shift)."""
-        # exp2 is twice as fast as exp; a shift costs two passes over the row and is needed only to avoid overflow
+        """(shift to subtract from a row, log of the sum of exponentials after it); 0 unless that would overflow."""
         with np.errstate(over="ignore", under="ignore"):
             total = self._sum_of_exp(logits)
         if _LEAST_SAFE_SUM < total < _MOST_SAFE_SUM:
@@ -167,9 +164,9 @@ class Sampler:
         best = logits.max()
         return float(best), math.log(self._sum_of_exp(logits - best))
 
-    def _sum_of_exp(self, logits: Logits) -> float:
-        scaled = np.multiply(logits, _LOG2_E, out=self._scratch)
-        return float(np.exp2(scaled, out=scaled).dot(self._ones))
+    def _sum_of_exp(self, row: Logits) -> float:
+        # With AVX2 numpy computes eight of these at once, but exp2, and exp in float64, one after the other.
+        return float(np.exp(row, out=self._scratch[: row.size]).dot(self._ones[: row.size]))
 
     def _adjusted(self, logits: Logits, history: TokenIds) -> Logits:
         """A copy with bias and penalties applied, as in llama.cpp (repeat scales; frequency and presence subtract)."""
@@ -211,7 +208,10 @@ class Sampler:
 
     def _nucleus_candidates(self, row: Logits, best: float) -> tuple[TokenIds, float]:
         """(ids of the most likely tokens, descending, that hold at least `top_p` of the mass; the total mass)."""
-        total = float(self._weights(row, best).sum())
+        scaled = np.subtract(row, np.float32(best), out=self._scratch[: row.size])
+        with np.errstate(over="ignore", under="ignore"):
+            scaled /= np.float32(max(self.sampling.temperature, _LEAST_DIVISOR))
+            total = self._sum_of_exp(scaled)
         count = _FIRST_NUCLEUS
         while count < row.size:
             token_ids = top_ids(row, count)
