@@ -156,7 +156,7 @@ class Engine(Closing, ABC):
 
     def drop_class(self) -> None:
         """Leave reproducible mode, because passes of the pinned class gave different bits; padding ends."""
-        self.facts = replace(self.facts, pinned_class=None, prompt_block=0)
+        self.facts = replace(self.facts, pinned_class=None, class_key="", prompt_block=0)
 
     def set_threads(self, threads: int) -> bool:
         """Use `threads` threads from the next pass on; whether the engine can. Not to be called during a pass.

@@ -128,7 +128,7 @@ def borders(engine: Engine, num_tokens: int, most_with_states: int) -> list[int]
     step = engine.widest_pass
     ends = [*range(0, num_tokens, step), num_tokens]
     last = ends[-1] - ends[-2] if num_tokens else 0
-    if engine.facts.pinned_class and EVERY_WIDTH_TO < last < step:
+    if engine.facts.class_key and EVERY_WIDTH_TO < last < step:
         ends.insert(-1, ends[-2] + EVERY_WIDTH_TO)  # the widths between were not all tested
     late = num_tokens - PROMPT_FEATURES
     if step > most_with_states and late > 0:
@@ -295,13 +295,13 @@ class CachedSequence:
     def feeding(self, token_ids: TokenIds, on_pass: Callable[[], object] | None = None) -> Passes[Logits]:
         """The passes of `feed`; `on_pass` is called after each.
 
-        In reproducible mode the tokens alone decide how they are cut, so that the cache has the same bits whether they
-        came as one prompt, in parts, or were decoded.
+        Where a class was proved, the tokens alone decide how they are cut, so that the cache has the same bits whether
+        they came as one prompt, in parts, or were decoded.
         """
         self.reconcile()
         self.num_fed, block = 0, self.engine.facts.prompt_block
         for start, end, is_block in self._cuts(token_ids.size):
-            is_whole = is_block or self.engine.facts.pinned_class is not None
+            is_whole = is_block or bool(self.engine.facts.class_key)
             while start < end:
                 part = token_ids[start : end if is_whole else min(end, start + self.most_rows)]
                 start += part.size

@@ -87,6 +87,16 @@ def test_a_class_that_is_refuted_while_blocks_are_read_leaves_them_whole() -> No
     assert sum(widths) == sequence.length == 13
 
 
+@pytest.mark.parametrize(("class_key", "ends"), [("", [5, 10, 15, 19]), ("tried widths", [19])])
+def test_beside_running_answers_a_prompt_is_cut_unless_its_width_decides_bits(class_key: str, ends: list[int]) -> None:
+    engine = TableEngine.random(100, order=1, context_length=200, max_batch=64, end_id=99)
+    engine.facts = dataclasses.replace(engine.facts, pinned_class=(1, 64), class_key=class_key)
+    sequence, found = CachedSequence(engine), list[int]()
+    sequence.most_rows = 5  # others wait
+    at_once(sequence.feeding(ids_of(*range(19)), lambda: found.append(sequence.length)))
+    assert found == ends
+
+
 def test_a_watch_looks_at_no_token_of_a_block() -> None:
     sequence = CachedSequence(narrow_table())
     sequence.feed(ids_of(*range(1, 14)))

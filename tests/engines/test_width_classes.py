@@ -194,7 +194,7 @@ def test_a_look_that_is_interrupted_leaves_a_shorter_text(pinned: LyingTable, mo
 
 def test_prompts_are_read_in_passes_of_proved_widths() -> None:
     engine = table(is_honest=True)
-    engine.facts = dataclasses.replace(engine.facts, pinned_class=(1, 63))
+    engine.facts = dataclasses.replace(engine.facts, pinned_class=(1, 63), class_key="tried widths")
     sequence, seen = CachedSequence(engine), []
     inner = engine.forward
     engine.forward = lambda batch: seen.append(batch.width) or inner(batch)  # type: ignore[method-assign]
