@@ -17,7 +17,7 @@ from edgespec.config.options import GenerateOptions, LoadKeywords, LoadOptions, 
 from edgespec.config.values import LOSSY, DrafterName
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
-from edgespec.errors import CapabilityError, ConfigError, PromptError, SamplingError, shown
+from edgespec.errors import CapabilityError, ConfigError, PromptError, PromptTooLong, SamplingError, shown
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
 from edgespec.generation.batching import ContinuousBatch
@@ -143,15 +143,17 @@ class Model(Closing):
             return vocabulary.encode(text, parse_special=parse_special, add_bos=vocabulary.adds_bos)
 
     def require_room(self, count: int, what: Literal["tokens", "messages", "characters"]) -> None:
-        """Raise PromptError for more than the context can hold whatever they are: a check that takes no time."""
+        """Raise PromptTooLong for more than the context can hold whatever they are: a check that takes no time."""
         most = self.context_length
         if count > most and what == "characters":
             with self._executor.vocabulary() as vocabulary:
                 most *= vocabulary.most_characters
         if count > most:
-            raise PromptError(
+            raise PromptTooLong(
                 f"the prompt has {count} {what} but the context holds only {self.context_length} tokens, answer "
-                "included: shorten the prompt or give a larger --ctx-size"
+                "included: shorten the prompt or give a larger --ctx-size",
+                -(-count * self.context_length // most),  # at least
+                self.context_length,
             )
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -25,6 +25,8 @@ from edgespec.server.scheduler import Job, Ticket
 from edgespec.server.service import Loaded
 from edgespec.vocabulary import Vocabulary
 
+_OTHER_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+
 
 def token_logprob(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[str, Any]:
     """One token in OpenAI's shape: its text, log probability and bytes."""
@@ -431,7 +433,8 @@ def sse(value: Any, event: str = "") -> bytes:
 
 
 def compact(value: Any) -> str:
-    return dumped(value, separators=(",", ":"))
+    """JSON text of one line, for readers that take other characters for line ends, too (Python's `splitlines`)."""
+    return dumped(value, separators=(",", ":")).translate(_OTHER_LINE_ENDS)
 
 
 def prompt_progress(progress: PromptProgress) -> dict[str, Any]:

@@ -8,7 +8,7 @@ marks of a template or of a gap to fill there. Unlike in a chat, the whole promp
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -162,10 +162,16 @@ class CompletionExchange(OpenAiExchange):
             return None
         own = [token_logprob(self.vocabulary, event.token_id, event.logprob or 0.0) for event in tokens]
         tops = [[token_logprob(self.vocabulary, *pair) for pair in event.top_logprobs] for event in tokens]
-        texts = [each["token"] for each in own]
         return {
-            "tokens": texts,
+            "tokens": [_spelled(each) for each in own],
             "token_logprobs": [each["logprob"] for each in own],
-            "top_logprobs": [{each["token"]: each["logprob"] for each in reversed(top)} for top in tops],
-            "text_offset": [*itertools.accumulate(map(len, texts), initial=begin)][:-1],
+            "top_logprobs": [{_spelled(each): each["logprob"] for each in reversed(top)} for top in tops],
+            "text_offset": [*itertools.accumulate((len(event.text) for event in tokens), initial=begin)][:-1],
         }
+
+
+def _spelled(token: Mapping[str, Any]) -> str:
+    """A token's text; the bytes of one that is a part of a character, as OpenAI writes them."""
+    data = bytes(token["bytes"])
+    is_whole = not data or data.decode(errors="replace").encode() == data
+    return str(token["token"]) if is_whole else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -108,7 +108,7 @@ class Guard:
             return
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        if not hmac.compare_digest(given.encode(), wanted.encode()):
+        if not hmac.compare_digest(given.encode("latin-1"), wanted.encode()):
             raise HttpError(
                 401, "the API key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key"
             )

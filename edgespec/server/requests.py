@@ -50,6 +50,9 @@ def read(kind: type[Read], values: Mapping[str, Any], notes: list[str], where: s
     `notes` gets what the request asks for and does not get, although its answer has the text that was asked for.
     """
     given = {name: value for name, value in values.items() if value is not None and name not in kind.ignored}
+    for name, value in given.items():
+        if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53:
+            given[name] = int(value)  # llama-server and Ollama take 8192.0 for a number of tokens
     for name, (why, neutral) in kind.refused.items():
         value = given.pop(name, None)
         if value is not None and value not in neutral:

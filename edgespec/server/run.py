@@ -72,7 +72,7 @@ def serve(services: Services, options: ServeOptions, announce: Callable[[str], N
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_graceful_shutdown=DRAIN_S,
+        timeout_graceful_shutdown=DRAIN_S + 2,  # to say so where an answer is ended
     )
     server = _Server(config, services)
 
@@ -118,4 +118,6 @@ class _Server(uvicorn.Server):
         if count := self._services.num_running:
             answers = "1 answer" if count == 1 else f"{count} answers"
             logger.warning("finishing %s, for at most %s s; Ctrl-C ends at once", answers, DRAIN_S)
-        await super().shutdown(sockets)  # which cuts off what still runs after DRAIN_S
+        loop = asyncio.get_running_loop()
+        loop.call_later(DRAIN_S, loop.run_in_executor, None, self._services.end_answers)
+        await super().shutdown(sockets)

@@ -387,6 +387,12 @@ class Services:
         for service in self.all:
             service.stop()
 
+    def end_answers(self) -> None:
+        """End what runs, which the clients are told."""
+        for service in self.all:
+            if service.loaded is not None:
+                service.loaded.scheduler.close()
+
     def close(self) -> None:
         """End what runs and free the models. Blocks until that is done, but not for a load."""
         self.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -13,9 +14,11 @@ from starlette.testclient import TestClient
 
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.reports import RoundRecord
+from edgespec.server.app import create_app
 from edgespec.server.metrics import Metrics
-from edgespec.server.service import Service
-from serving import client_of, post, streamed
+from edgespec.server.service import Service, Services
+from serving import BASE_URL, client_of, post, serving, streamed
+from waiting import until
 
 COMPLETE = "/v1/completions"
 
@@ -45,6 +48,26 @@ def test_a_streamed_completion(client: TestClient, model: Model, greedy: Samplin
     whole = client.post(COMPLETE, json=fields | {"stream": False}).json()["choices"][0]["logprobs"]
     offsets = [each for choice in choices[:-1] for each in choice["logprobs"]["text_offset"]]
     assert whole["text_offset"] == offsets and offsets[0] == 0 and offsets == sorted(set(offsets))
+
+
+def test_log_probabilities_of_parts_of_characters(client: TestClient):
+    fields = {"prompt": "日本語の", "max_tokens": 60, "temperature": 2, "top_k": 0, "seed": 1, "logprobs": 5}
+    choice = client.post(COMPLETE, json=fields).json()["choices"][0]
+    found, text = choice["logprobs"], choice["text"]
+    assert any(token.startswith("bytes:\\x") for token in found["tokens"])
+    assert all(len(top) == 5 for top in found["top_logprobs"])
+    assert found["text_offset"] == sorted(found["text_offset"]) and found["text_offset"][-1] <= len(text)
+
+
+def test_an_answer_that_the_end_of_the_server_cuts_off_says_so(model: Model):
+    with serving(model, "demo") as service, ThreadPoolExecutor(1) as pool:
+        services = Services(service)
+        client = TestClient(create_app(services), base_url=BASE_URL)
+        fields = {"prompt": "The", "max_tokens": 2000, "ignore_eos": True}
+        asked = pool.submit(client.post, COMPLETE, json=fields)
+        until(lambda: services.num_running == 1)
+        services.end_answers()
+        assert asked.result().status_code == 503 and asked.result().json()["error"]["code"] == "stopping"
 
 
 def test_control_tokens_are_read_in_raw_prompts_and_where_they_are_asked_for(client: TestClient, model: Model):

@@ -96,6 +96,14 @@ def test_a_chat_streams_lines_unless_told_otherwise(client: TestClient, expected
     assert whole["message"] == {"role": "assistant", "content": expected.text} and whole["done"]
 
 
+def test_lines_hold_no_other_line_ends(client: TestClient):
+    """httpx's `iter_lines`, with which Ollama's client reads, ends a line at these, too."""
+    text = "a\u2028b\u2029c\u0085"
+    answered = client.post("/api/chat", json={"messages": QUESTION, "format": {"enum": [text]}})
+    parts = [json.loads(line)["message"]["content"] for line in answered.text.splitlines()]
+    assert json.loads("".join(parts)) == text
+
+
 def test_generate_uses_the_template_unless_raw(client: TestClient, model: Model, greedy, plain, expected: Any):
     fields = {"stream": False, "options": {"temperature": 0, "num_predict": 24}}
     prompt = QUESTION[0]["content"]
@@ -142,7 +150,7 @@ def test_a_larger_context_than_the_servers_is_no_error_while_all_fits(client: Te
     for options in ({"num_predict": 4}, {"num_predict": 4, "num_ctx": 2048}):
         answered = client.post(path, json={"model": "demo", "stream": False, "options": options} | fields)
         assert answered.status_code == 200 and NOTES not in answered.headers
-    options = {"num_ctx": 8192, "num_predict": 4}
+    options = {"num_ctx": 8192.0, "num_predict": 4.0}  # as clients write them that have one type for numbers
     answered = client.post(path, json={"model": "demo", "stream": False, "options": options, "keep_alive": -1} | fields)
     assert answered.status_code == 200 and answered.json()["done"], answered.text
     assert answered.headers[NOTES] == "options.num_ctx: the context has 2048 tokens, the server's --ctx-size"

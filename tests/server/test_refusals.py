@@ -298,6 +298,8 @@ def test_a_key_is_demanded_everywhere_but_for_health(service: Service):
         assert (answered.status_code, answered.json()["error"]["code"]) == (401, "invalid_api_key")
     for wrong in ({"Authorization": "Bearer x"}, {"Authorization": "secret"}, {"x-api-key": ""}):
         assert client.get("/v1/models", headers=wrong).status_code == 401
+    written = {"Authorization": "Bearer secret-äß".encode()}  # as curl sends it
+    assert client.get("/v1/models", headers=written).status_code == 200
     client = client_of(service, "secret")
     for right in ({"Authorization": "Bearer secret"}, {"authorization": "bearer secret"}, {"x-api-key": "secret"}):
         assert client.get("/v1/models", headers=right).status_code == 200
