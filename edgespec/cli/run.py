@@ -51,8 +51,9 @@ def command(
 
     MODEL is a name (demo), a GGUF or ONNX file, or a folder with one.
     """
-    if model_name is not None and not words and any(map(str.isspace, model_name)) and not is_known(model_name):
-        words, model_name = (model_name,), None
+    is_text = given["model"] is not None or (not words and any(map(str.isspace, model_name or "")))
+    if model_name is not None and is_text and not is_known(model_name):
+        words, model_name = (model_name, *words), None
     if words and prompt is not None:
         raise ConfigError(f"two prompts are given, {' '.join(words)!r} and -p {prompt!r}: keep one")
     prompt = " ".join(words) if words else prompt
@@ -60,9 +61,9 @@ def command(
         return int(click.get_current_context().invoke(chat, model_name=model_name, config_file=config_file, **given))
     settings = settings_with_model(given, model_name, config_file)
     SessionOptions(**settings.part("session"))  # before the prompt is waited for
-    text = read_prompt(prompt)
     with keeping_headers():
         require_chat_template(settings)
+        text = read_prompt(prompt)
         session = open_session(settings, remembers=True)
     with session.model:
         prompt_ids = encode_prompt(session, text)

@@ -81,7 +81,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 def as_switch(name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise ConfigError(f"{name} must be True or False, got {shown(value)}")
+        raise ConfigError(f"{name} must be true or false, got {shown(value)}")
     return value
 
 
@@ -95,13 +95,13 @@ def as_path(name: str, value: object) -> Path:
     """`value` as a Path; accepts str and os.PathLike."""
     if isinstance(value, Path):
         return value
-    if not isinstance(value, str | os.PathLike) or "\0" in os.fsdecode(value):
+    if not isinstance(value, str | os.PathLike) or not value or "\0" in os.fsdecode(value):
         raise ConfigError(f"{name} must be a path, got {shown(value)}")
     return Path(os.fsdecode(value))
 
 
 def as_model(name: str, value: object) -> str:
-    if not isinstance(value, str | os.PathLike):
+    if not isinstance(value, str | os.PathLike) or not value:
         raise ConfigError(f"{name} must be a registry name or a path, got {shown(value)}")
     return os.fsdecode(value)
 

@@ -14,12 +14,12 @@ LATE = 0.5  # share by which work may take longer than expected and is charged i
 FORGIVEN_AFTER = 1024  # rounds without a stall until the fine halves
 DRAFTING_SHARE = 0.6  # share of the allowed loss that drafts may cost; the rest is for the overhead of a round
 
-# -- a round (auto, length)
+# -- a round (auto, prices)
 MAX_AUTO_LENGTH = 32  # tokens; no wider pass ever paid in measurements
 FORESIGHT = 4  # tokens that a draft looks ahead, since costs rise in steps
 RATE_MEMORY = 0.95  # decay per round of the running rate of tokens, and per draft of what asking gains
 
-# -- choosing among drafters (choice, auto, pool)
+# -- choosing among drafters (auto, confidence, pool)
 LONG_PROMPT = 256  # tokens of a prompt from which on it is taken for one about a given text
 PROBE_EVERY = 10  # rounds without a draft of a paid drafter until it is tried again
 TRIAL_TOKENS, MOST_TRIAL_TOKENS = 3.5, 12.0  # what a paid drafter may lose at first; most that it may save for later

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence, Passes
-from edgespec.errors import PromptError
+from edgespec.errors import EdgespecError, PromptError
 from edgespec.types import Logits, TokenIds
 from edgespec.vocabulary import Vocabulary
 
@@ -186,4 +186,7 @@ class MappedSequence(CachedSequence):
 
     def restore(self) -> None:
         self._inner.restore()
-        self._inner.rollback(int(self._ends[self.length]))
+        try:
+            self._inner.rollback(int(self._ends[self.length]))
+        except EdgespecError:  # a length that the model cannot go back to
+            self.rollback(0)

@@ -229,6 +229,10 @@ class BookedEngine(Engine):
     # What ends passes: `is_set`, `set` and `clear`. No threading.Event, whose lock an interrupt may leave held.
     _cancel: Any
 
+    @property
+    def most_draft_tokens(self) -> int:
+        return min(super().most_draft_tokens, self._max_outputs - 1)
+
     def forward(self, batch: Batch) -> Logits:
         self._require_open()
         placed = placed_rows(batch, self.facts, self.vocabulary.size, self._book.lengths)

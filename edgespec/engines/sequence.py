@@ -14,7 +14,7 @@ import itertools
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,6 @@ from edgespec.types import Batch, Draft, Logits, TokenIds
 
 # Tokens at the end of a prompt, among them what opens an answer: the next prompt of a conversation may lack those.
 PROMPT_END = 16
-Event = TypeVar("Event")
 Returned = TypeVar("Returned")
 
 
@@ -53,39 +52,23 @@ Passes = Generator[PassRequest, Logits, Returned]
 """Asks for passes one after another, is given the logits of each, and returns what it makes of them."""
 
 
-def answered(steps: Generator[Event | PassRequest, Any, Returned]) -> Generator[Event, None, Returned]:
-    """Run each pass as soon as `steps` ask for it; yield their events and return their result.
+def at_once(passes: Passes[Returned]) -> Returned:
+    """Run each pass as soon as it is asked for, and return the result of `passes`. Raises as `Engine.forward`.
 
-    Whoever asked is told of a failed pass, restores its cache, and may go on. Raises as `Engine.forward`.
+    Whoever asked is told of a failed pass, restores its cache, and may go on.
     """
     try:
-        step = next(steps)
+        request = next(passes)
         while True:
-            if isinstance(step, PassRequest):
-                try:
-                    logits = step.run()
-                except BaseException as exc:
-                    step = steps.throw(exc)
-                else:
-                    step = steps.send(logits)
+            try:
+                logits = request.run()
+            except BaseException as exc:
+                request = passes.throw(exc)
             else:
-                yield step
-                step = next(steps)
+                request = passes.send(logits)
     except StopIteration as end:
         made: Returned = end.value
         return made
-    finally:
-        steps.close()
-
-
-def at_once(passes: Passes[Returned]) -> Returned:
-    """Run each pass as soon as it is asked for, and return the result of `passes`. Raises as `Engine.forward`."""
-    try:
-        next(answered(passes))
-    except StopIteration as end:
-        made: Returned = end.value
-        return made
-    raise AssertionError("what asks for passes only has no events")
 
 
 class CachedText(NamedTuple):

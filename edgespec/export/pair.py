@@ -109,6 +109,7 @@ def workspace(output: Path, *, replace: bool) -> Iterator[tuple[Path, Path]]:
     Locked until then. Raises UsageError if the output exists and `replace` is False, or another export is writing it;
     StateError where nothing can be written.
     """
+    check_output(output, replace=replace)
     folder = output.with_name(f".{output.name}.export")
     pair, temporary = folder / "pair", folder / "temporary"
     with _locked(output):
@@ -160,6 +161,8 @@ def _publish(pair: Path, output: Path) -> None:
 
 def check_output(output: Path, *, replace: bool) -> None:
     """Raise UsageError if the export must not replace what exists at `output`."""
+    if output.resolve() in (here := Path.cwd(), *here.parents):
+        raise UsageError(f"{output} is the current folder or holds it, and would be replaced: choose another --output")
     if not output.exists() and not output.is_symlink():
         return
     if not output.is_dir() or output.is_symlink():

@@ -193,14 +193,18 @@ class ContinuousBatch:
     def step(self) -> None:
         """Run one pass for those that wait longest, and each of them up to its next pass; drop the withdrawn ones.
 
-        Raises StateError if the model was closed meanwhile.
+        Raises StateError if the model was closed meanwhile, and what a callback raises, which ends all of them.
         """
         self._executor.turn.require_open()
         for member in [member for member in self._members if member.claim.is_withdrawn]:
             self._leave(member)
         chosen = self._chosen()
-        for member in self._run(chosen) if chosen else ():
-            self._move_on(member)
+        try:
+            for member in self._run(chosen) if chosen else ():
+                self._move_on(member)
+        except BaseException:  # of a callback: the others' passes have run, and would run again
+            self.end_all()
+            raise
 
     def next_event(self, claim: Claim) -> TokenEvent | None:
         """The next event of the one that began alone; None where it has ended, which its handle was told."""

@@ -21,7 +21,7 @@ import numpy as np
 from edgespec.control.base import NOTHING, Controller, Proposal
 from edgespec.drafters.base import DraftRequest
 from edgespec.engines.sequence import PassRequest
-from edgespec.errors import Cancelled, EdgespecError, EngineError
+from edgespec.errors import Cancelled, CapabilityError, EdgespecError, EngineError
 from edgespec.generation.run_state import Run
 from edgespec.reports import RoundRecord, TokenEvent
 from edgespec.sampling.acceptance import COMPARING, ROOT, Rule
@@ -113,7 +113,7 @@ def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule
         proposal = Proposal(draft, proposal.drafter) if draft.num_tokens else NOTHING
     except Cancelled:
         raise
-    except (EngineError, MemoryError) as exc:
+    except (EngineError, CapabilityError, MemoryError) as exc:
         name = controller.leave_out()
         run.stats.notes.append(f"drafter {name} failed and is disabled for the rest of this answer: {exc}")
         proposal = NOTHING
@@ -130,8 +130,8 @@ def _score(run: Run, pending_id: int, draft: Draft) -> Steps[tuple[Logits, float
 def _judge(run: Run, rule: Rule, draft: Draft, context_ids: TokenIds, logits: Logits) -> Verdict:
     """Apply the acceptance rule; without a draft, choose the next token as plain decoding does.
 
-    A token behind which nothing can be sampled is not accepted but comes next, as undrafted. The answer may end with
-    it; if it goes on, the next round fails as plain decoding does, with all before it emitted.
+    A token behind which nothing can be sampled is not accepted, but under `coupled` it comes next, as undrafted. The
+    answer may end with it; if it goes on, the next round fails as plain decoding does, with all before it emitted.
     """
     sampler, latest = run.sampler, ROOT
 

@@ -52,7 +52,7 @@ class GivenUp:
         return " ".join(f"{_FLAGS[name]} {value}" for name, value in self.changes.items()) or "--drafter ngram"
 
 
-_NO_DRAFT = GivenUp("draft", "no draft model (drafters that need none stay on)")
+_NO_DRAFT = GivenUp("draft", "no draft model and no heads (lookups stay on)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _setups(whole: Fitted) -> Iterator[tuple[GivenUp, ...]]:
     steps = [GivenUp("context", f"context {size}", {"context_length": size}) for size in sizes]
     num_long = sum(size >= COMFORTABLE_CONTEXT for size in sizes)
     contexts = [(None, *steps[:num_long]), *((step,) for step in steps[num_long:])]
-    drafts = (None, _NO_DRAFT) if len(plan.models) > 1 and options.drafter not in SPECS else (None,)
+    drafts = (None, _NO_DRAFT) if (len(plan.models) > 1 or plan.heads) and options.drafter not in SPECS else (None,)
     caches: tuple[GivenUp | None, ...] = (None,)
     if not options.reproducible and options.cache_type_k is None and options.cache_type_v is None:
         caches = (None, GivenUp("cache", "KV cache q8_0", {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}))

@@ -148,6 +148,8 @@ def replace_file(new: Path, path: Path) -> None:
 def _replaced(path: Path, temporary: Path, *others: type[Exception]) -> Iterator[None]:
     """What the block writes to `temporary` becomes `path` at its end, or is removed if that fails."""
     with write_errors(path, *others):
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EPERM, "it is no file")
         try:
             yield
             replace_file(temporary, path)

@@ -1,8 +1,8 @@
 """Acceptance rules: which tokens of a draft are accepted, and which token follows them. All but `typical` are lossless.
 
 Pure functions of a draft, the target's distributions and a source of random choices. A rule reads the target's
-distribution after a node only once that node is accepted. Probabilities may have any number type that numpy holds: the
-exactness tests run this code on fractions.
+distribution after a node only once that node is accepted, `block` once it may be. Probabilities may have any number
+type that numpy holds: the exactness tests run this code on fractions.
 """
 
 from __future__ import annotations

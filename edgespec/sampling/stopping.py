@@ -32,9 +32,6 @@ class TextStream:
         if token_id in self._rules.end_ids:
             return self.finish(), "stop"
         self._held += self._decoder.push(token_id)
-        if not self._rules.strings and self.num_tokens != self._rules.max_tokens:
-            shown, self._held = self._held, ""
-            return shown, None
         found = [at for text in self._rules.strings if (at := self._held.find(text)) >= 0]
         if found:
             shown, self._held = self._held[: min(found)], ""

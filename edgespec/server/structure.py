@@ -127,10 +127,7 @@ def _named(choice: object, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise bad_request(
-            'tool_choice must be none, auto, required, or name a tool: {"type": "function", "function": {"name": ...}} '
-            'in a chat completion, {"type": "function", "name": ...} in a response, {"type": "tool", "name": ...} in a '
-            "message",
-            "tool_choice",
+            "tool_choice must be none, auto, required, or the name of a tool in the form of this API", "tool_choice"
         )
     for tool in tools:
         if tool["function"]["name"] == name:

@@ -213,6 +213,14 @@ def test_what_happens_in_the_midst_of_drafts_changes_no_text(
     assert same(model.generate(THREE[1], Sampling(), options), expected[1])  # its place is as good as before
 
 
+def test_a_draft_is_no_longer_than_the_rows_that_may_have_logits(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model.target, "_max_outputs", 4)
+    options = replace(OPTIONS, drafter="ngram", draft_length=12)
+    prompt = [1, 2, 3, 4, 5, 6, 7] * 12
+    found = model.generate(prompt, Sampling(temperature=0.0), options)
+    assert same(found, alone(model, prompt, Sampling(temperature=0.0))) and found.stats.drafted_tokens
+
+
 def test_64_clients_with_random_cancels(model: Model) -> None:
     """No slot stays taken, no text is wrong: also those of cancelled ones are right as far as they got."""
     random = Random(1)
@@ -248,6 +256,23 @@ def test_64_clients_with_random_cancels(model: Model) -> None:
             assert result.token_ids == whole.token_ids[: len(result.token_ids)]
         else:
             assert same(result, whole)
+
+
+def test_a_callback_that_raises_ends_all(model: Model) -> None:
+    """The second's rows are in the engine, and its loop never saw them: they must not be run again."""
+    first, second = (model.stream(prompt, Sampling(), OPTIONS) for prompt in THREE[:2])
+
+    def failing(event: TokenEvent) -> None:
+        raise OSError("the client is gone")
+
+    with model.batch() as batch:
+        batch.begin(first, failing)
+        batch.begin(second)
+        with pytest.raises(OSError, match="gone"):
+            while batch.num_running:
+                batch.step()
+        assert not batch.num_running
+    assert same(alone(model, THREE[1], Sampling()), alone(model, THREE[1], Sampling()))
 
 
 @pytest.mark.parametrize("drafter", ["none", "model", "tree"])

@@ -95,7 +95,7 @@ def test_the_users_own_file_is_found_and_can_be_switched_off(tmp_path):
         ("temp = 'hot'", "temp must be a number from 0 to 100, got 'hot'"),
         ("top-k = 1.5", "top-k must be a whole number of at least -1, got 1.5"),
         ("top-k = true", "must be a whole number"),
-        ("ignore-eos = 1", "must be True or False, got 1"),
+        ("ignore-eos = 1", "must be true or false, got 1"),
         ("draft-length = 1.5", "must be auto or a whole number from 0 to 64"),
         ("heads = 1", "must be a path"),
         ("stop = [1]", "must be a string or a list of strings"),
@@ -121,7 +121,7 @@ def test_a_file_that_is_missing(tmp_path):
     [
         ("EDGESPEC_TMEP", "1", "EDGESPEC_TMEP; did you mean 'EDGESPEC_TEMP'"),
         ("EDGESPEC_TEMP", "warm", "EDGESPEC_TEMP must be a number from 0 to 100, got 'warm'"),
-        ("EDGESPEC_IGNORE_EOS", "maybe", "EDGESPEC_IGNORE_EOS must be True or False"),
+        ("EDGESPEC_IGNORE_EOS", "maybe", "EDGESPEC_IGNORE_EOS must be true or false"),
         ("EDGESPEC_VERIFY", "exact", "allowed: coupled, rejection, block, typical"),
     ],
 )
@@ -297,8 +297,8 @@ NO_NUMBERS: tuple[Any, ...] = (True, np.True_, "1", [1], 1j, math.nan, HUGE)
         (Sampling, ("min_p",), (-0.1,), "min_p"),
         (Sampling, ("repeat_penalty",), (0.0,), "repeat_penalty"),
         (Sampling, ("top_k",), (-2,), "top_k"),
-        (LoadOptions, ("reproducible", "corpus", "learn"), ("no", 0, 1.0), "True or False"),
-        (GenerateOptions, ("ignore_eos", "logprobs"), ("no", 0, 1.0), "True or False"),
+        (LoadOptions, ("reproducible", "corpus", "learn"), ("no", 0, 1.0), "true or false"),
+        (GenerateOptions, ("ignore_eos", "logprobs"), ("no", 0, 1.0), "true or false"),
         (LoadOptions, ("engine", "drafter", "verify", "provider", "cache_type_k"), (["auto"], 5, b"auto"), "allowed"),
         (LoadOptions, ("draft", "heads"), (["auto"], 5, b"auto"), "must be a path"),
     ],

@@ -177,6 +177,10 @@ def test_a_folder_of_other_things_is_never_replaced(tmp_path):
     (tmp_path / "home" / "letters.txt").write_text("dear")
     with pytest.raises(UsageError, match="other files"), workspace(tmp_path / "home", replace=True):
         pass
+    here = pytest.raises(UsageError, match="is the current folder or holds it")
+    for output in (Path(), Path.cwd(), Path("..") / Path.cwd().name, Path("/")):
+        with here, workspace(output, replace=True):
+            pass
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError, match="is not a folder"), workspace(tmp_path / "file", replace=True):
         pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
 from edgespec.loading.requirements import resolve_pair, without_drafts
-from edgespec.memory.fit import COMFORTABLE_CONTEXT, Fitted, fit
+from edgespec.memory.fit import COMFORTABLE_CONTEXT, Fitted, _setups, fit
 from edgespec.memory.plan import Plan, Room, planned
 from edgespec.platform.memory import Limit
 from llama_headers import LLAMA_8B, LLAMA_70B, write_header
@@ -50,6 +51,12 @@ def budgets(**options: Any) -> list[Fitted]:
         except CapabilityError as exc:
             assert "the budget is" in str(exc) and ("The smallest possible setup" in str(exc) or not found[-1].given_up)
             return found
+
+
+def test_heads_are_given_up_where_they_do_not_fit() -> None:
+    found = fitted(None)
+    with_heads = replace(found, plan=replace(found.plan, models={"target": found.plan.models["target"]}, heads=1))
+    assert any(step.what == "draft" for steps in _setups(with_heads) for step in steps)
 
 
 def test_every_budget_down_to_the_smallest_is_kept() -> None:

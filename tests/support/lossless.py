@@ -15,7 +15,7 @@ from demo import ROOT, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.control.base import Controller, FixedLength
 from edgespec.drafters.base import Drafter
-from edgespec.engines.sequence import CachedSequence, answered
+from edgespec.engines.sequence import CachedSequence, PassRequest
 from edgespec.generation.decode import steps
 from edgespec.generation.run_state import Run
 from edgespec.reports import TokenEvent
@@ -36,6 +36,27 @@ PROMPTS = (
 
 
 TEMPERATURES = 0.0, 0.8, 1.2, 1.2, 0.0, 0.8  # of the prompts, each twice
+
+
+def answered(steps: Generator[Any, Any, None]) -> Generator[TokenEvent, None, None]:
+    """The events of `steps`, each pass of which is run as soon as it is asked for."""
+    try:
+        step = next(steps)
+        while True:
+            if isinstance(step, PassRequest):
+                try:
+                    logits = step.run()
+                except BaseException as exc:
+                    step = steps.throw(exc)
+                else:
+                    step = steps.send(logits)
+            else:
+                yield step
+                step = next(steps)
+    except StopIteration:
+        return
+    finally:
+        steps.close()
 
 
 def autoregressive(run: Run) -> Generator[TokenEvent, None, None]:

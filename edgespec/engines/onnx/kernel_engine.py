@@ -177,7 +177,7 @@ class KernelEngine(SessionEngine):
 
 
 def num_chunks(context_length: int) -> int:
-    """Chunks of cells for a text of so many tokens, and for the rows of a tree that are dropped again."""
+    """Chunks of cells for a text of so many tokens, and for the block that a DFlash head scores behind it."""
     return -(-(context_length + CHUNK // 4) // CHUNK)
 
 

@@ -58,6 +58,7 @@ TENSOR_TYPES = {
     39: ("MXFP4", 32, 17),
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
+    42: ("Q2_0", 64, 18),
 }
 
 
@@ -185,6 +186,8 @@ class MetadataReader(ABC):
         """One number, or where there is none `default`; None: it must be there."""
         found = self._value(key)
         found = default if found is None else found
+        if isinstance(found, GgufNumbers) and len(set(found.items)) == 1:  # one for each layer
+            found = found.items[0]
         if not isinstance(found, (int, float)) or not math.isfinite(found):
             what = "is missing" if found is None else f"is {str(found)[:40]}, one number was expected"
             raise self._wrong(f"{self._header.architecture}.{key} {what}")

@@ -180,7 +180,7 @@ class Reader(MetadataReader):
             "windowed_layers": windowed,
             "window_rope_theta": self._window_base(),
             "biases": self._biases(tensors),
-            "logit_cap": self._number("final_logit_softcapping", 0.0) or None,
+            "logit_cap": (kind.is_gemma and self._number("final_logit_softcapping", 0.0)) or None,  # as in llama.cpp
             "attention_cap": self._own(SCORE_CAP, 0.0),
             "attention_scale": self._number("attention.scale", 0.0) or None,
             "attention_growth": self._number(TEMPERATURE, 0.0),

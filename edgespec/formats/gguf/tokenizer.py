@@ -298,7 +298,7 @@ def _merges(header: GgufHeader) -> list[list[str]]:
     found = header.metadata.get("tokenizer.ggml.merges")
     if not isinstance(found, GgufStrings) or not found.count:
         raise ModelFileError("the GGUF's vocabulary has no merges (tokenizer.ggml.merges)")
-    return [each.decode("utf-8").split(" ", 1) for each in found.items]
+    return [each.decode("utf-8", "backslashreplace").split(" ", 1) for each in found.items]  # unknown to the vocabulary
 
 
 def _stage_json(stage: Stage) -> Json:
