@@ -51,7 +51,7 @@ def command(
 
     MODEL is a name (demo), a GGUF or ONNX file, or a folder with one.
     """
-    is_text = given["model"] is not None or (not words and any(map(str.isspace, model_name or "")))
+    is_text = (prompt is None and given["model"]) or (not words and any(map(str.isspace, model_name or "")))
     if model_name is not None and is_text and not is_known(model_name):
         words, model_name = (model_name, *words), None
     if words and prompt is not None:

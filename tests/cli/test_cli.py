@@ -82,6 +82,8 @@ def test_the_prompt_comes_from_a_pipe(pair):
 def test_the_template_can_be_left_out(pair):
     plain = json.loads(run("generate", *pair, "-p", "hello", "-n", "1", "--no-chat-template", "--json").stdout)
     wrapped = json.loads(run("generate", *pair, "-p", "hello", "-n", "1", "--json").stdout)
+    named = json.loads(run("generate", *pair, "hello", "-n", "1", "--json").stdout)
+    assert named["prompt_token_ids"] == wrapped["prompt_token_ids"]
     system = json.loads(run("generate", *pair, "-p", "hello", "-s", "be brief", "-n", "1", "--json").stdout)
     assert len(plain["prompt_token_ids"]) < len(wrapped["prompt_token_ids"]) < len(system["prompt_token_ids"])
 
