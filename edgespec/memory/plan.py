@@ -39,7 +39,7 @@ _SURVEYED_ROWS = 63
 # well in half precision, from which inputs are looked up.
 _LAYER, _VOCABULARY = 1.25, 3.25
 _HEAD_CONTEXT = 2048  # pairs of an EAGLE head
-_OPENING = 9.0  # the same while they are opened: in float32, as they are kept, and copies; measured on SmolLM2's
+_OPENING = 10.0  # the same while they are opened: in float32, as they are kept, and copies; measured on SmolLM2's
 
 
 class PlanRow(NamedTuple):
@@ -122,7 +122,7 @@ class Plan:
             yield before + need.packed + need.loading, self.mapped_bytes + need.loading_mapped
             yield before + need.packed + need.vocabulary + need.reading, self.mapped_bytes
             before += self._own(need)
-        loaded = sum(need.packed + need.vocabulary for need in self.models.values())
+        loaded = sum(need.packed + need.vocabulary + need.cache * (not need.grows) for need in self.models.values())
         yield self.process.own + loaded + self.heads_opening, self.mapped_bytes
 
     def _own(self, need: Footprint) -> int:

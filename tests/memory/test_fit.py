@@ -59,6 +59,13 @@ def test_heads_are_given_up_where_they_do_not_fit() -> None:
     assert any(step.what == "draft" for steps in _setups(with_heads) for step in steps)
 
 
+def test_a_cache_that_does_not_grow_is_there_while_heads_are_opened() -> None:
+    plan = replace(fitted(None).plan, heads_opening=1 << 40)
+    need = plan.models["target"]
+    at_once, grown = (replace(plan, models={"target": replace(need, grows=grows)}) for grows in (False, True))
+    assert at_once.total_bytes - grown.total_bytes == need.cache > 0
+
+
 def test_every_budget_down_to_the_smallest_is_kept() -> None:
     whole, *rest = budgets(engine="llamacpp")
     assert not whole.given_up and len(rest) > 10

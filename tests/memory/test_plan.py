@@ -284,7 +284,7 @@ SIZE = EAGLE.stat().st_size
 
 def test_opening_heads_takes_more_than_keeping_them() -> None:
     kept, opening = head_bytes(EAGLE, 2048, 1)
-    assert opening == 9 * SIZE > kept > 0
+    assert opening == 10 * SIZE > kept > 0
     pair = resolve_pair(LoadOptions("demo", engine="onnx", heads=EAGLE, drafter="eagle"))
     plan = planned(LoadOptions("demo", engine="onnx", heads=EAGLE, drafter="eagle"), pair)
     assert replace(plan, heads_opening=1 << 40).own_bytes > 1 << 40
