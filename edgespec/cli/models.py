@@ -303,11 +303,11 @@ def drafts(target: str, as_json: bool) -> int:
         listed = [dataclasses.asdict(each) | {"path": each.path and str(each.path)} for each in found]
         click.echo(json.dumps({"target": aim.name, "bytes": aim.bytes, "drafts": listed, "commands": commands}))
         return 0
-    click.echo(f"Drafts for {aim.name} ({aim.bytes / 1e6:.0f} MB), best first:")
+    click.echo(f"Drafts for {aim.name} ({aim.bytes / 1e6:.0f} MB){', best first:' if found else ': none'}")
     for number, each in enumerate(found, 1):
         click.echo(f"  {number}. {_sentence(each, aim)}")
     if best is None:
-        note("none can be used: lookups, which need no model, draft instead")
+        note("no draft model can be used: lookups draft instead, and the heads that this model may have")
     for line in commands:
         click.echo(line)
     return 0

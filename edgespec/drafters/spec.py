@@ -71,7 +71,7 @@ HEAD_FILES: Mapping[DrafterName, Need] = {
 MEDIUM = Need("a medium model", "medium", "--medium", "medium", must_be_asked=True)
 EXIT = Need("an early exit of a GGUF target", "exit_layer", "--exit-layer", "target", must_be_asked=True)
 HEADS = Need("heads", "heads", "--heads")
-MTP_LAYERS = Need("multi-token prediction layers in the target's own GGUF or beside it", "drafter", "--drafter mtp")
+MTP_LAYERS = Need("multi-token prediction layers in the target's own GGUF or beside it", "drafter", "a model with them")
 
 
 @dataclass(frozen=True, slots=True)
