@@ -135,7 +135,8 @@ def test_bad_requests_are_refused_before_work(model, prompt, sampling, options, 
         (lambda model: model.split_answer(5), ConfigError, "result must be Result, got int"),
         (lambda model: model.encode_chat([], 5), PromptError, "tools must be a list such as .*, got int"),
         (lambda model: model.save_state(5), ConfigError, "path must be a path, got 5"),
-        (lambda model: model.load_state(""), ConfigError, "is a folder: name the file"),
+        (lambda model: model.load_state(""), ConfigError, "path must be a path, got ''"),
+        (lambda model: model.load_state("."), ConfigError, "is a folder: name the file"),
     ],
 )
 def test_wrong_kinds_are_refused_with_the_fix(model, call, error, message) -> None:

@@ -149,7 +149,7 @@ def test_what_is_not_known_is_refused_by_name(tmp_path: Path):
         "rope_freqs.weight contains values that cannot divide a frequency",
         tensors={"rope_freqs.weight": np.zeros(8, np.float32)},
     )
-    refused(r"attention\.key_length is .* one number was expected", attention__key_length=[16, 16])
+    refused(r"attention\.key_length is .* one number was expected", attention__key_length=[16, 32])
 
 
 def test_an_architecture_that_is_not_known_is_refused(tmp_path: Path):
